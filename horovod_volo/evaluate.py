@@ -11,29 +11,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.stop_signals import run_until_signal
-from horovod_volo.config.arguments import (
-    Parser,
-    add_crops_flag,
-    add_flags,
-    flags_of,
-    flags_of_trained_network,
-    whole_number,
-)
+from horovod_volo.config.arguments import Parser, add_flags, flags_of, whole_number
+from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, escape_controls, list_problems
+from horovod_volo.evaluation import add_crops_flag, flags_of_trained_network
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
-    from horovod_volo.monitor.progress import ThroughputLine
+    from horovod_volo.evaluation.task_results import Evaluated
 
 DONE = 0
 STDOUT = "-"
@@ -63,36 +58,28 @@ def main(arguments: Sequence[str]) -> int:
 
 def _evaluate(options: argparse.Namespace, world: World) -> int:
     """Evaluate, print and write the result. Collective: every rank calls this."""
-    from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
-    from horovod_volo.evaluation.accuracy_report import json_record, text_of
+    from horovod_volo.evaluation.task_results import EVALUATIONS
     from horovod_volo.models.pretrained import task_of
+    from horovod_volo.monitor.progress import ThroughputLine
     from horovod_volo.plugins import load_plugins
 
     world.run_on_all_ranks(partial(load_plugins, options.plugin))
     if options.json not in ("", STDOUT):
-        world.run_on_rank_zero(lambda: check_writable(options.json))
+        world.run_on_rank_zero(lambda: _check_writable(options.json))
     task = task_of(options.weights)
     world.run_on_all_ranks(partial(_refuse_flags_of_others, options, task))
-    if task != "classification":
-        return _evaluate_dense(options, task, world)
-    names = EvalRequest.__dataclass_fields__.keys() & vars(options).keys()
-    request = EvalRequest(**{name: getattr(options, name) for name in names})
-    result = measure_accuracy(request, world, _progress(world))
-    rows = result.classes[: options.per_class]
-    record = json_record(request, result, world.size, rows)
-    _report(options, world, result.bad_samples, text_of(request, result, rows), record)
-    return DONE
-
-
-def _evaluate_dense(options: argparse.Namespace, task: str, world: World) -> int:
-    """Evaluate a network that predicts pixels or boxes. Collective: every rank calls this."""
-    from horovod_volo.evaluation.task_results import EVALUATIONS
-
     evaluate = world.run_on_all_ranks(partial(EVALUATIONS.find, task))
-    result = evaluate(vars(options), world, _progress(world))
-    lines, record = result.text(options.per_class), result.record(world.size)
-    _report(options, world, result.bad_samples, lines, record)
+    counted = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
+    result = evaluate(vars(options), world, ThroughputLine(counted, shown=world.is_rank_zero))
+    world.run_on_rank_zero(lambda: _report(options.json, result))
     return DONE
+
+
+def _check_writable(file: str) -> None:
+    """Raise UserError if the file of `--json` cannot be created, before the evaluation starts."""
+    folder = Path(file).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+        raise UserError(f"--json cannot write {file}. Name a file in an existing, writable folder.")
 
 
 def _refuse_flags_of_others(options: argparse.Namespace, task: str) -> None:
@@ -104,28 +91,18 @@ def _refuse_flags_of_others(options: argparse.Namespace, task: str) -> None:
             raise UserError(f"{flag} is for {' and '.join(tasks)}, but {options.weights} is for {task}.")
 
 
-def _progress(world: World) -> ThroughputLine:
-    from horovod_volo.monitor.progress import ThroughputLine
-
-    counted = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    return ThroughputLine(counted, shown=world.is_rank_zero)
-
-
-def _report(
-    options: argparse.Namespace, world: World, bad: list[str], lines: Sequence[str], record: dict[str, Any]
-) -> None:
-    """Print and write the result on rank 0. Collective: every rank calls this."""
+def _report(file: str, result: Evaluated) -> None:
+    """Print the result, and write it to the file of `--json`."""
     from horovod_volo.core.atomic_file import write_text
 
-    if world.is_rank_zero:
-        list_problems([f"left out: {text}" for text in bad])
-        if options.json != STDOUT:
-            print("\n".join(map(escape_controls, lines)), flush=True)
-    text = json.dumps(record, indent=2) + "\n"
-    if options.json == STDOUT:
-        world.run_on_rank_zero(lambda: print(text, end="", flush=True))
-    elif options.json:
-        world.run_on_rank_zero(lambda: write_text(Path(options.json), text, "--json"))
+    list_problems([f"left out: {text}" for text in result.bad_samples])
+    text = json.dumps(result.record, indent=2) + "\n"
+    if file == STDOUT:
+        print(text, end="", flush=True)
+        return
+    print("\n".join(map(escape_controls, result.lines)), flush=True)
+    if file:
+        write_text(Path(file), text, "--json")
 
 
 def build_parser() -> Parser:

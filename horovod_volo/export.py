@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.stop_signals import run_until_signal
-from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_network, whole_number
+from horovod_volo.config.arguments import Parser, add_flags, whole_number
 from horovod_volo.config.setting import Setting
 from horovod_volo.core.errors import UserError, escape_controls, print_error
+from horovod_volo.evaluation import flags_of_trained_network
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, flags_of
+from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
 from horovod_volo.monitor.progress import ThroughputLine
 
@@ -47,7 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as problem:
         return refuse(problem)
     if args.command == "generate":
-        return _generate(args)
+        from horovod_volo.cluster.pinning import bind
+
+        return run_on_ranks(partial(_generate, args), bind(args.binding), flags_of(args))
     commands = {"import": _import, "verify": _verify, "show": _show}
     try:
         return commands[args.command](args)
@@ -83,13 +85,7 @@ def _import(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _generate(args: argparse.Namespace) -> int:
-    from horovod_volo.cluster.pinning import bind
-
-    return run_on_ranks(partial(_generate_on_rank, args), bind(args.binding), flags_of(args))
-
-
-def _generate_on_rank(args: argparse.Namespace, world: World) -> int:
+def _generate(args: argparse.Namespace, world: World) -> int:
     from horovod_volo.data.image_decoder import decoder_messages
     from horovod_volo.labelling.generate import generate_labels
     from horovod_volo.plugins import load_plugins

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
+from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, list_problems, print_error
 from horovod_volo.monitor.progress import ThroughputLine
 

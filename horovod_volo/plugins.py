@@ -93,21 +93,16 @@ def _load(plugin: str, module: str, load: Callable[[], object]) -> None:
         load()
     except UserError as problem:
         raise UserError(f"{plugin}: {problem}") from None
-    except ModuleNotFoundError as error:
-        if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"{plugin}: there is no module {error.name!r}. Install it on every host, or add its folder "
-                "to PYTHONPATH."
-            ) from None
-        raise _failed(plugin, error) from error
     except Exception as error:  # a plugin may raise anything
-        raise _failed(plugin, error) from error
-
-
-def _failed(plugin: str, error: Exception) -> UserError:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())[:300]
-    return UserError(
-        f"{plugin} failed while it was imported: {type(error).__name__}: {text} ({frame.filename}, line "
-        f"{frame.lineno}). Correct the plugin, or leave it out."
-    )
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):
+            raise UserError(
+                f"{plugin}: there is no module {missing!r}. Install it on every host, or add its folder to "
+                "PYTHONPATH."
+            ) from None
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{plugin} failed while it was imported: {type(error).__name__}: {text} ({frame.filename}, line "
+            f"{frame.lineno}). Correct the plugin, or leave it out."
+        ) from error

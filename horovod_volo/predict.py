@@ -19,16 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from horovod_volo.cluster.stop_signals import run_until_signal
-from horovod_volo.config.arguments import (
-    Parser,
-    add_crops_flag,
-    add_flags,
-    flags_of_trained_network,
-    whole_number,
-)
+from horovod_volo.config.arguments import Parser, add_flags, whole_number
+from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
+from horovod_volo.evaluation import add_crops_flag, flags_of_trained_network
 
 if TYPE_CHECKING:
     from horovod_volo.evaluation.predictions import Classes

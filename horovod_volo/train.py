@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.config.command_line import Request, parse
-from horovod_volo.config.schema import Config
-from horovod_volo.config.values import by_flag
+from horovod_volo.config.command_line import PREVIEWS, Request, parse
+from horovod_volo.config.schema import Config, by_flag
 from horovod_volo.core.errors import UserError, print_error
 
 if TYPE_CHECKING:
@@ -44,10 +43,8 @@ def _print_dry_run(request: Request) -> int:
     launch = read_launch_env()
     if launch.rank != 0:
         return DONE
-    from horovod_volo.dry_run import dry_run
-
     try:
-        print(dry_run(request.config, request.ranks or launch.size))
+        print(PREVIEWS.find("dry run")(request.config, request.ranks or launch.size))
     except UserError as problem:
         print_error(f"error: {problem}")
         return MISTAKE

@@ -12,7 +12,8 @@ what they did before. Invariant: every rank creates the same trainers and calls 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from horovod_volo.cluster.entry import connect_once
 from horovod_volo.config.command_line import build_config
-from horovod_volo.config.schema import Config
+from horovod_volo.config.schema import Config, all_settings
 from horovod_volo.config.validation import check
-from horovod_volo.config.values import checked_by_name
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import nearest
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -82,7 +83,7 @@ class Trainer:
             given = {"data_dir": data, **settings} if data else settings
             if train is not None and not (recipe or {"name", "model"} & settings.keys()):
                 given = {"name": data_id or "data", **given}  # the model is chosen at the start
-            config = build_config(recipe, checked_by_name(given))
+            config = build_config(recipe, _checked(given))
         check(config)
         _check_data(config, train, val)
         self.config = config
@@ -134,7 +135,7 @@ class Trainer:
         `data` is a folder, or a data set like `val`. Every image counts once, whatever the number of ranks.
         """
         from horovod_volo.engine.shared_catalog import catalog_folder
-        from horovod_volo.evaluation.accuracy import EvalRequest, measure_accuracy
+        from horovod_volo.evaluation.task_results import EVALUATIONS
         from horovod_volo.plugins import load_plugins
 
         settings, task = self._ran, self._ran.model.task
@@ -144,28 +145,20 @@ class Trainer:
         world = connect_once(settings)
         world.run_on_all_ranks(partial(load_plugins, settings.run.plugin))
         source = world.run_on_rank_zero(lambda: str(self._weights(weights)))
-        common: dict[str, Any] = {
+        listed = is_data_set or (data is None and self._data_sets is not None)
+        options = {
             "data_dir": settings.data.data_dir if data is None or is_data_set else str(data),
             "weights": source,
             "use_ema": use_ema,
             "batch_size": self._eval_batch(),
-            "workers": settings.data.workers,
-            "image_decoder": settings.data.image_decoder,
             "precision": settings.model.precision,
             "split": split,
+            "catalog_dir": str(catalog_folder(settings.data.catalog_dir, settings.run.output, world) or ""),
+            "images": partial(self._list, data, source, split) if listed else None,
         }
-        if task != "classification":
-            return _evaluate_dense(task, common, world)
-        listed = is_data_set or (data is None and self._data_sets is not None)
-        request = EvalRequest(
-            **common,
-            crop_pct=settings.data.crop_pct,
-            catalog_dir=str(catalog_folder(settings.data.catalog_dir, settings.run.output, world) or ""),
-            cache_dir=settings.data.cache_dir,
-            cache_gib=settings.data.cache_gib,
-            images=partial(self._list, data, source, split) if listed else None,
-        )
-        return measure_accuracy(request, world, _ignore).counts.metrics()
+        of_run = ("workers", "image_decoder", "crop_pct", "cache_dir", "cache_gib")
+        options |= {name: getattr(settings.data, name) for name in of_run}
+        return EVALUATIONS.find(task)(options, world, lambda *_: None).metrics
 
     def predict(
         self, images: Any, *, top: int = 5, weights: Weights = "best", use_ema: bool = False
@@ -232,6 +225,16 @@ class Trainer:
         return path
 
 
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the names of their settings, checked; raise UserError for a name that there is not."""
+    settings = {setting.name: setting for setting in all_settings()}
+    for name in given:
+        if name not in settings:
+            raise UserError(f"There is no setting {name!r}.{nearest(name, settings)}")
+    plain = {name: os.fspath(each) if isinstance(each, os.PathLike) else each for name, each in given.items()}
+    return {name: settings[name].checked(value, name) for name, value in plain.items()}
+
+
 def _check_data(config: Config, train: Any, val: Any) -> None:
     """Raise UserError for settings of data that contradict each other, or that only a command can have."""
     if config.launch.elastic:
@@ -262,13 +265,3 @@ def _read_result(folder: Path, finished: bool, step: int) -> TrainResult:
         best=json.loads(best.read_text()) if best.exists() else {},
         folder=folder,
     )
-
-
-def _ignore(done: int, images: int) -> None:
-    """Show no progress."""
-
-
-def _evaluate_dense(task: str, common: dict[str, Any], world: World) -> Metrics:
-    from horovod_volo.evaluation.task_results import EVALUATIONS
-
-    return EVALUATIONS.find(task)(common, world, _ignore).metrics

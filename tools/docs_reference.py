@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 from horovod_volo.__main__ import COMMANDS
 from horovod_volo.bench.__main__ import MEASUREMENTS, REPORTS
 from horovod_volo.config.command_line import build_parser as parser_of_training
-from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import all_settings, count_of, group_types, metavar, shown
+from horovod_volo.config.schema import all_settings, group_types
+from horovod_volo.config.setting import Setting, shown
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _GENERATED = (
@@ -64,7 +64,7 @@ def _spellings(setting: Setting) -> str:
         return f"`{setting.flag}`, an argument without a flag"
     if setting.kind is bool:
         return ", ".join(f"`{flag}`, `--no-{flag.removeprefix('--')}`" for flag in setting.flags)
-    value = metavar(setting)
+    value = setting.metavar
     values = value if isinstance(value, str) else " ".join(value)
     values = "" if get_origin(setting.kind) is Literal else f" {values}"
     return ", ".join(f"`{flag}{values}`" for flag in setting.flags)
@@ -75,7 +75,7 @@ def _takes(setting: Setting) -> str:
     kinds = {int: "a whole number", float: "a number", bool: "on or off", str: "text"}
     if get_origin(setting.kind) is Literal:
         kind = "one of " + ", ".join(f"`{choice}`" for choice in get_args(setting.kind))
-    elif count := count_of(setting):
+    elif count := setting.count:
         kind = {2: "two numbers", 3: "three numbers"}[count]
     else:
         kind = kinds[setting.kind]

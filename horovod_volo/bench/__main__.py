@@ -22,7 +22,7 @@ from horovod_volo.bench.cli import add_flags
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flag
-from horovod_volo.config.values import setting_of_training
+from horovod_volo.config.schema import setting_of_training
 from horovod_volo.core.errors import UserError, print_error
 from horovod_volo.core.names import nearest
 

@@ -26,7 +26,7 @@ from horovod_volo.bench.comparison import (
 )
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import TOP, random_labels
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective.loss import build_loss

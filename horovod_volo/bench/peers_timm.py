@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from horovod_volo.bench.loss import PublishedLoss
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.schema import Config
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive
+from horovod_volo.config.recipe import assemble
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import check
-from horovod_volo.config.values import assemble
 from horovod_volo.core.batch import LabelMaps, Labels, TrainBatch
 from horovod_volo.core.operators import choose_kernels
 from horovod_volo.data.images.catalog import Catalog

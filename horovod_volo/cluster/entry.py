@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.config.schema import Config
-from horovod_volo.config.values import by_flag
+from horovod_volo.config.schema import Config, by_flag
 from horovod_volo.core.environment import code_digest, package_versions
 from horovod_volo.core.errors import UserError, print_error
 

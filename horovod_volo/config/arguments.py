@@ -7,17 +7,12 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from itertools import takewhile
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
-from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import all_settings, count_of, from_text, metavar, setting_of_training, shown
+from horovod_volo.config.schema import all_settings
+from horovod_volo.config.setting import Setting, shown
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
-
-_STATISTIC = (
-    "{} of red, green and blue in training, for pixels from 0 to 1, if the weights do not record it; "
-    "empty: as recorded, else the model's"
-)
 
 # Flags of timm, sail-sg/volo, TokenLabeling and torchrun that have no setting in their place; those
 # that have one are declared with it. Flags that have one answer share a row.
@@ -63,7 +58,7 @@ def hints() -> dict[str, str]:
     """Return what takes the place of other trainers' and launchers' flags that there are not."""
     found = {flag: answer for flags, answer in _FOREIGN.items() for flag in flags.split()}
     for setting in all_settings():
-        value = setting.kind is not bool and metavar(setting)
+        value = setting.kind is not bool and setting.metavar
         usage = f"{setting.flag} {value}" if value else setting.flag
         found |= dict.fromkeys(setting.also, f"Here it is {usage}: {setting.help}.")
     return found
@@ -134,11 +129,11 @@ class _Given(argparse.Action):
     """Stores the checked value of a setting; of a repeatable one all values, separated by commas."""
 
     def __init__(self, option_strings: list[str], dest: str, *, setting: Setting, **options: Any) -> None:
-        super().__init__(option_strings, dest, metavar=metavar(setting), **options)
+        super().__init__(option_strings, dest, metavar=setting.metavar, **options)
         self._setting = setting
 
     def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _flag: Any = None) -> None:
-        value = from_text(self._setting, values)
+        value = self._setting.from_text(values)
         earlier = getattr(namespace, self.dest, "") if self._setting.repeatable else ""
         setattr(namespace, self.dest, f"{earlier},{value}" if earlier else value)
 
@@ -158,7 +153,7 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: 
     if setting.kind is bool:
         parser.add_argument(*setting.flags, action=argparse.BooleanOptionalAction, help=help, **options)
     else:
-        nargs = count_of(setting) or None
+        nargs = setting.count or None
         parser.add_argument(*setting.flags, action=_Given, setting=setting, nargs=nargs, help=help, **options)
     for flag, value in setting.shorthands.items():
         help = f"the same as {setting.flag} {value}"
@@ -173,42 +168,6 @@ def add_flags(parser: argparse._ActionsContainer, *settings: Setting) -> None:
         parser.set_defaults(**{setting.name: setting.default})
 
 
-def add_crops_flag(parser: argparse._ActionsContainer) -> None:
-    """Add the flag for several crops of each evaluated image."""
-    parser.add_argument(
-        "--crops",
-        type=whole_number(1),
-        choices=(1, 5, 10),
-        default=1,
-        metavar="{1,5,10}",
-        help="crops of each image, whose probabilities are averaged: 5 are the centre and the corners, 10 "
-        "these and their mirror images (default: 1)",
-    )
-
-
 def flags_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the values of parsed options by flag."""
     return {f"--{name.replace('_', '-')}": value for name, value in vars(options).items()}
-
-
-def flags_of_trained_network() -> tuple[Setting, ...]:
-    """Return the flags that choose a trained network, which of its weights, and its heads."""
-    return (
-        setting_of_training("plugin"),
-        setting_of_training("model", default="", help="the model; empty: the one of SOURCE's run"),
-        setting_of_training(
-            "use_ema", aliases=("--averaged",), help="load the EMA weights instead of the raw ones"
-        ),
-        Setting(
-            name="aux_head",
-            kind=Literal["auto", "on", "off"],
-            default="auto",
-            help="VOLO and LV-ViT: on adds half of the highest token logit to the class logit, off does not; "
-            "auto: on if the auxiliary head was trained",
-        ),
-        setting_of_training(
-            "img_size", default=0, help="side of the square images, pixels; 0: as in training"
-        ),
-        setting_of_training("mean", help=_STATISTIC.format("mean")),
-        setting_of_training("std", help=_STATISTIC.format("standard deviation")),
-    )

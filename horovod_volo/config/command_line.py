@@ -6,25 +6,29 @@ Without a recipe, the defaults of the model's family override the schema's, of w
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from horovod_volo.config.arguments import Parser, add_flag, add_flags
-from horovod_volo.config.recipe import load_recipe, recipe_names
-from horovod_volo.config.schema import Config, Model, Run
+from horovod_volo.config.recipe import assemble, load_recipe, recipe_names
+from horovod_volo.config.schema import Config, Model, Run, all_settings, group_types
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.update_settings import Update
 from horovod_volo.config.validation import check
-from horovod_volo.config.values import all_settings, assemble, group_types
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import Registry
 
 # Defaults of a family whose published main.py differs from VOLO's, which the schema follows. They apply
 # without a recipe only; tests/published/test_defaults.py compares both, docs/training.md lists deviations.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "lvvit_": {"batch_size": 32, "warmup_epochs": 5, "dense_weight": 1.0},
 }
+
+
+# (settings, ranks) -> what the run would do, as text. A run does not import it.
+PREVIEWS: Registry[Callable[[Config, int], str]] = Registry("preview of a run", "--dry-run, a")
 
 
 class Request(NamedTuple):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from horovod_volo.config.schema import Config, Published
-from horovod_volo.config.values import all_settings, checked, group_types
+from horovod_volo.config.schema import Config, Model, Published, all_settings, group_types
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
@@ -71,7 +72,7 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
                 moved = f"recipe {path}: {key} belongs to [{home}] now, no longer to [{group}]"
                 chosen["warnings"] = (moved,)
             if home == group or key not in tables.get(home, {}):
-                chosen[key] = checked(settings[home, key], value, f"Recipe {path}: {group}.{key}")
+                chosen[key] = settings[home, key].checked(value, f"Recipe {path}: {group}.{key}")
     # Recipes older than lr_base_size: only the peak is scaled, the other two learning rates are not.
     if {"lr_base", "min_lr", "warmup_lr"} & chosen.keys():
         chosen.setdefault("lr_base_size", 0)
@@ -94,6 +95,19 @@ def _published(table: dict[str, Any], path: Path) -> Published:
 def _where(key: str) -> str:
     homes = {setting.name: setting.group for setting in all_settings()}
     return f" It belongs to [{homes[key]}]." if key in homes else nearest(key, homes)
+
+
+def assemble(chosen: Mapping[str, Any], *, fallback_name: str) -> Config:
+    """Build a configuration of checked values by name; an unnamed run is named after its recipe or model."""
+    name = chosen.get("name") or Path(fallback_name).stem or chosen.get("model", Model.model)
+    groups = {
+        group: table(**{key: value for key, value in {**chosen, "name": name}.items() if key in known})
+        for group, table in group_types().items()
+        for known in ({entry.name for entry in fields(table)},)
+    }
+    return Config(
+        **groups, published=chosen.get("published", Published()), warnings=chosen.get("warnings", ())
+    )
 
 
 def dump(config: Config) -> str:

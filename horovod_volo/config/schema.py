@@ -6,13 +6,13 @@ Names are unique over all groups, so flags need no prefix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection, Segmentation
-from horovod_volo.config.objective_settings import Objective
-from horovod_volo.config.setting import BelowOne, Count, CountOrZero, NonNegative, setting
+from horovod_volo.config.setting import BelowOne, Count, CountOrZero, NonNegative, Setting, setting
+from horovod_volo.config.task_settings import Detection, Objective, Segmentation
 from horovod_volo.config.update_settings import Exchange, Update
 
 _RESUMES = "in a run that resumes from a checkpoint"
@@ -220,3 +220,36 @@ class Config:
     non_default: frozenset[str] = field(default=frozenset(), compare=False)
     chooses_model: bool = field(default=False, compare=False)
     chosen: str = field(default="", compare=False)
+
+
+def group_types() -> dict[str, type]:
+    """Return the groups of settings by name, in the order of --help."""
+    tables = {name: type(value) for name, value in vars(Config()).items() if is_dataclass(value)}
+    del tables["published"]
+    return tables
+
+
+@cache
+def all_settings() -> tuple[Setting, ...]:
+    """Return every setting of the schema, in its order."""
+    found = []
+    for group, table in group_types().items():
+        hints = get_type_hints(table, include_extras=True)
+        idle = Config.__dataclass_fields__[group].metadata.get("idle", ())
+        for entry in fields(table):
+            kind, bounds = hints[entry.name], {}
+            if get_origin(kind) is Annotated:
+                (bounds,), kind = kind.__metadata__, kind.__origin__
+            item = replace(entry.metadata["setting"], name=entry.name, kind=kind, group=group, **bounds)
+            found.append(replace(item, idle=(*idle, *item.idle)))
+    return tuple(found)
+
+
+def setting_of_training(name: str, **changes: Any) -> Setting:
+    """Return a setting of the schema, for another command; `changes` replace fields of Setting."""
+    return next(replace(setting, **changes) for setting in all_settings() if setting.name == name)
+
+
+def by_flag(config: Config) -> dict[str, Any]:
+    """Return the value of every setting by its flag."""
+    return {setting.flag: setting.value_in(config) for setting in all_settings()}

@@ -1,13 +1,23 @@
-"""Declaration of a setting: what it is and takes, when it has an effect, and what other programs call it."""
+"""Declaration of a setting: what it is and takes, when it has an effect, and what other programs call it.
+
+The checks and conversions of its values are here too.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import nearest
 
 if TYPE_CHECKING:
     from horovod_volo.config.schema import Config
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_PAIR, _CHANNELS = 2, 3  # tuple[float, float]: low and high; tuple[float, ...]: red, green and blue, or none
 
 # Types of settings with the bounds that many have.
 Count = Annotated[int, {"at_least": 1}]
@@ -54,7 +64,85 @@ class Setting:
         """Return the value of this setting of the schema."""
         return getattr(getattr(config, self.group), self.name)
 
+    @property
+    def count(self) -> int:
+        """Return how many numbers the setting is: two or three; 0: it is none of these."""
+        if get_origin(self.kind) is not tuple:
+            return 0
+        return _CHANNELS if Ellipsis in get_args(self.kind) else _PAIR
+
+    @property
+    def metavar(self) -> str | tuple[str, ...]:
+        """Return the placeholder of the value in --help: its choices, or its type."""
+        if self.positional:
+            return self.flag
+        if get_origin(self.kind) is Literal:
+            return "{" + ",".join(get_args(self.kind)) + "}"
+        if self.count:
+            return ("LOW", "HIGH") if self.count == _PAIR else ("RED", "GREEN", "BLUE")
+        return {int: "N", float: "X"}.get(self.kind, "TEXT")
+
+    def from_text(self, text: str | list[str]) -> Any:
+        """Convert and check a command-line value; that of several numbers is a list of texts."""
+        kind = float if self.count else self.kind
+        if kind not in (int, float):
+            return self.checked(text, self.flag)
+        numbers = []
+        for word in [text] if isinstance(text, str) else text:
+            try:
+                numbers.append(kind(word))
+            except ValueError:
+                raise UserError(f"{self.flag} takes {_KINDS[kind]}, not {word!r}.") from None
+        return self.checked(numbers if self.count else numbers[0], self.flag)
+
+    def checked(self, value: Any, where: str) -> Any:
+        """Return a value in the setting's type, or raise UserError; a float may be a whole number."""
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if problem := self._problem(value):
+            raise UserError(f"{where} {problem}")
+        return tuple(map(float, value)) if self.count else value
+
+    def _problem(self, value: Any) -> str:
+        """Return what the value must be instead, or an empty string."""
+        numbers = value if self.count and isinstance(value, list | tuple) else (value,)
+        if self.count:
+            if not numbers and not self.default:
+                return ""
+            finite = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+            if len(numbers) != self.count or not finite:
+                return f"takes {'two' if self.count == _PAIR else 'three'} numbers, not {value!r}."
+            if self.ascending and not 0 < value[0] <= value[1]:
+                return f"takes two numbers above 0 in ascending order, not {shown(tuple(value))}."
+        elif get_origin(self.kind) is Literal:
+            choices = get_args(self.kind)
+            hint = nearest(str(value), choices)
+            return "" if value in choices else f"takes {' or '.join(choices)}, not {value!r}.{hint}"
+        elif type(value) is not self.kind:
+            return f"takes {_KINDS[self.kind]}, not {value!r}."
+        elif self.kind is float and not math.isfinite(value):
+            return f"takes a finite number, not {value}."
+        if value == self.default:  # it may stand for a value that follows from the rest
+            return ""
+        for number in numbers:
+            if self.at_least is not None and number < self.at_least:
+                return f"must be at least {self.at_least:g}, not {number}."
+            if self.at_most is not None and number > self.at_most:
+                return f"must be at most {self.at_most:g}, not {number}."
+            if self.below is not None and number >= self.below:
+                return f"must be below {self.below:g}, not {number}."
+        return ""
+
 
 def setting(default: Any, help: str, **declared: Any) -> Any:
     """Declare a field of the schema; `declared` are further fields of Setting."""
     return field(default=default, metadata={"setting": Setting(default=default, help=help, **declared)})
+
+
+def shown(value: Any) -> str:
+    """Return a default as a user types it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(shown, value)) or "empty"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "empty"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from horovod_volo.config.schema import Config, Logging
+from horovod_volo.config.schema import Config, Logging, all_settings, by_flag
+from horovod_volo.config.setting import shown
 from horovod_volo.config.update_settings import all_epochs, milestones, warmup_epochs
-from horovod_volo.config.values import all_settings, by_flag, checked, shown
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
@@ -76,7 +76,7 @@ def check(config: Config) -> None:
     """Raise UserError at the first setting that cannot be right, by itself or beside the others."""
     for setting in all_settings():
         value, flag = setting.value_in(config), setting.flag
-        checked(setting, value, flag)
+        setting.checked(value, flag)
         if value and setting.needs and not is_set(setting.needs, config):
             raise UserError(f"{flag} needs {setting.needs}. Add {setting.needs}, or drop {flag}.")
         for other, message in setting.excludes.items():

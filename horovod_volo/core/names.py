@@ -25,8 +25,11 @@ EXTRAS: dict[str, dict[str, str]] = {
         "segmentation": "horovod_volo.dense.segmentation",
         "detection": "horovod_volo.dense.detection",
     },
-    "evaluation": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.evaluate"),
-    "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.export"),
+    "evaluation": {
+        "classification": "horovod_volo.evaluation.accuracy",
+        **dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.trained"),
+    },
+    "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.trained"),
     "kind of data to pack": {"images with masks": "horovod_volo.dense.scene_shards"},
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
     "model": dict.fromkeys(("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"), "horovod_volo.models.lvvit"),
@@ -40,6 +43,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "profiler": {"steps": "horovod_volo.profiler.step_profiler"},
     "address": dict.fromkeys(("http", "https", "s3", "gs", "az"), "horovod_volo.remote.remote_catalog"),
     "callback of every run": {"ledger": "horovod_volo.elastic.ledger"},
+    "preview of a run": {"dry run": "horovod_volo.dry_run"},
     "way to start ranks": {"elastic": "horovod_volo.elastic.run"},
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from horovod_volo.config.schema import Model
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, our_name, seed_torch
 from horovod_volo.models.drop_path import sample_drop_path
@@ -133,22 +134,22 @@ def _features(name: str, out_indices: tuple[int, ...], settings: dict[str, Any])
         raise UserError(f"timm gives no four maps of {name}: {error}. Use another --model.") from None
 
 
-def build_backbone(name: str, *, img_size: int, drop_path: float, grad_checkpoint: bool, stages: str) -> Any:
+def build_backbone(settings: Model) -> Any:
     """Build the backbone of a model of classification, with fresh weights."""
-    name = our_name(name)
+    name = our_name(settings.model)
     kinds: dict[type[nn.Module], type[nn.Module]] = {Volo: VoloBackbone, LvVit: LvVitBackbone}
     if not name.startswith(("volo", "lvvit")):
-        backbone = TimmBackbone(name, drop_path)
-        if grad_checkpoint:
+        backbone = TimmBackbone(name, settings.drop_path)
+        if settings.grad_checkpoint:
             backbone.body.set_grad_checkpointing(True)
         return backbone
     network = build_model(
         name,
-        img_size=img_size,
+        img_size=settings.img_size,
         num_classes=1,
-        drop_path=drop_path,
-        grad_checkpoint=grad_checkpoint,
-        grad_checkpoint_stages=stages,
+        drop_path=settings.drop_path,
+        grad_checkpoint=settings.grad_checkpoint,
+        grad_checkpoint_stages=settings.grad_checkpoint_stages,
     )
     network.__class__ = kinds[type(network)]
     network.use_as_backbone()  # type: ignore[operator]

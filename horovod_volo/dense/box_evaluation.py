@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection
+from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.loader import EvalBatches
@@ -115,16 +115,8 @@ class BoxEvaluation(Evaluation):
         """Return the boxes of each image, as fractions of it, by descending score; images are numbered 0."""
         # Always as many images together, so that a result does not depend on their number.
         padded = F.pad(images, (0, 0, 0, 0, 0, 0, 0, self._loader.batch_size - len(images)))
-        settings = self._settings
         values, logits = network(padded)
-        found = detect(
-            values,
-            logits,
-            self._anchors,
-            min_score=settings.min_score,
-            max_overlap=settings.max_overlap,
-            most=settings.most_boxes,
-        )
+        found = detect(values, logits, self._anchors, self._settings)
         boxes, scores, classes = (each[: len(images)].cpu().numpy() for each in found)
         used = scores > 0
         return [
@@ -196,28 +188,21 @@ class Detections(NamedTuple):
 
 
 @torch.no_grad()
-def detect(
-    values: Tensor,
-    logits: Tensor,
-    anchors: Anchors,
-    *,
-    min_score: float = 0.05,
-    max_overlap: float = 0.5,
-    most: int = 200,
-) -> Detections:
+def detect(values: Tensor, logits: Tensor, anchors: Anchors, settings: Detection) -> Detections:
     """Return the detections that a network's outputs (batch, anchors, 4 and classes + 1) mean.
 
-    Of each class the `most` best boxes above the score go through non-maximum suppression; of what is left,
-    the `most` best of an image are kept. Synchronizes with the device.
+    Of each class the --most-boxes best boxes above --min-score go through non-maximum suppression; of what is
+    left, the --most-boxes best of an image are kept. Synchronizes with the device.
     """
+    most = settings.most_boxes
     boxes = decode(values, anchors)
     scores = logits.float().softmax(dim=2)[..., 1:].transpose(1, 2)  # (batch, classes, anchors)
     num_classes, candidates = scores.shape[1], min(most, scores.shape[2])
-    scores = scores.where(scores > min_score, 0.0)
+    scores = scores.where(scores > settings.min_score, 0.0)
     scores, numbers = scores.topk(candidates, dim=2)  # (batch, classes, candidates)
     of_candidate = boxes.unsqueeze(1).expand(-1, num_classes, -1, -1)
     of_candidate = of_candidate.gather(2, numbers.unsqueeze(3).expand(-1, -1, -1, 4))
-    kept = _kept(of_candidate.flatten(0, 1), scores.flatten(0, 1) > 0, max_overlap).view_as(scores)
+    kept = _kept(of_candidate.flatten(0, 1), scores.flatten(0, 1) > 0, settings.max_overlap).view_as(scores)
     scores = scores.where(kept, 0.0).flatten(1)
     scores, numbers = scores.topk(min(most, scores.shape[1]), dim=1)  # (batch, most)
     used = scores > 0

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.config.dense_settings import Detection
+from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.batch import BoxBatch, copy_async
 from horovod_volo.core.rng import Purpose, uniforms
 from horovod_volo.data.pipeline import resizing_inputs

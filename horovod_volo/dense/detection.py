@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.dense_settings import Detection
 from horovod_volo.config.schema import Config
+from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.batch import BoxBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import decoder_messages
@@ -85,17 +85,9 @@ class DetectionTask(DenseTask):
         return {"sync_bn": config.model.sync_bn}
 
     def build(self, config: Config, num_classes: int) -> Network:
-        model = config.model
-        network = build_ssd(
-            model.model,
-            num_classes,
-            img_size=model.img_size,
-            drop_path=model.drop_path,
-            grad_checkpoint=model.grad_checkpoint,
-            stages=model.grad_checkpoint_stages,
-        )
-        if model.sync_bn != "none":
-            synchronize_norms(network if model.sync_bn == "all" else network.extras)
+        network, norms = build_ssd(config.model, num_classes), config.model.sync_bn
+        if norms != "none":
+            synchronize_norms(network if norms == "all" else network.extras)
         heads = tuple(f"{head}.{number}" for head in HEADS for number in range(len(network.box_heads)))
         return Network(
             network,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from math import isnan
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.bad_samples import BadSampleTracker
@@ -49,21 +49,26 @@ class Scene(NamedTuple):
 class SceneEvalLoader:
     """This rank's images of the evaluation, one by one; over all ranks, each is there once."""
 
-    def __init__(self, scenes: SceneList, settings: Data, *, rank: int, size: int, threads: int) -> None:
-        self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
-        self._scenes, self._indices = scenes, range(rank, len(scenes), size)
-        self._ahead = settings.prefetch + threads
-        self._threads = ThreadPoolExecutor(threads, "scene-reader")
+    damaged: int  # images of the last iteration that could not be used
 
-    def __iter__(self) -> Iterator[Scene | None]:
-        """Yield all images in the list's order; None for a damaged one."""
-        waiting: list[Future[Scene | None]] = []
-        for index in self._indices:
-            waiting.append(self._threads.submit(self._read_usable, index))
-            if len(waiting) > self._ahead:
-                yield waiting.pop(0).result()
-        for future in waiting:
-            yield future.result()
+    def __init__(self, scenes: SceneList, settings: Data, context: RankContext) -> None:
+        self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
+        self._scenes, self._indices = scenes, range(context.world.rank, len(scenes), context.world.size)
+        self._ahead = settings.prefetch + context.threads
+        self._threads = ThreadPoolExecutor(context.threads, "scene-reader")
+
+    def __iter__(self) -> Iterator[Scene]:
+        """Yield the images that can be used, in the list's order, and count the others."""
+        self.damaged = 0
+        reads = (self._threads.submit(self._read_usable, index) for index in self._indices)
+        waiting = deque(islice(reads, self._ahead + 1))
+        while waiting:
+            scene = waiting.popleft().result()
+            waiting.extend(islice(reads, 1))
+            if scene is None:
+                self.damaged += 1
+            else:
+                yield scene
 
     def close(self) -> None:
         """End all threads."""
@@ -87,13 +92,10 @@ class SceneEvaluation(Evaluation):
     def __init__(
         self, scenes: SceneList, data: Data, settings: Segmentation, window: int, context: RankContext
     ) -> None:
-        world = context.world
         self._context, self._scenes, self._settings, self._window = context, scenes, settings, window
         self._batch = data.eval_batch_size or data.batch_size  # windows that are predicted together
         self._mean, self._std = levels(context.normalization, context.device)
-        self._loader = SceneEvalLoader(
-            scenes, data, rank=world.rank, size=world.size, threads=context.threads
-        )
+        self._loader = SceneEvalLoader(scenes, data, context)
         self.bad_samples, self.folder = self._loader.bad_samples, scenes.root
 
     @property
@@ -112,17 +114,9 @@ class SceneEvaluation(Evaluation):
         """Count the pixels of the images of all ranks. Collective: every rank calls this."""
         scenes, device, classes = self._scenes, self._context.device, len(self._scenes.classes)
         confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
-        images = bad = 0
-
-        def usable() -> Iterator[Scene]:
-            nonlocal bad
-            for scene in self._loader:
-                bad += scene is None
-                if scene is not None:
-                    yield scene
-
+        images = 0
         with torch.inference_mode(), self._context.autocast:
-            for scene, predicted in self._predictions(network, usable()):
+            for scene, predicted in self._predictions(network, self._loader):
                 confusion += count_pixels(scene.mask.to(device), predicted, classes)
                 images += 1
                 if pictures and pictures.wants(scene.number):
@@ -130,8 +124,8 @@ class SceneEvaluation(Evaluation):
                 if predictions:
                     write_prediction(predictions, scenes, scene.number, predicted)
                 beat(1)
-        found = self._context.world.sum_over_ranks(*confusion.flatten().tolist(), images, bad)
-        *counts, images_of_all, bad_of_all = map(int, found)
+        own = (*confusion.flatten().tolist(), images, self._loader.damaged)
+        *counts, images_of_all, bad_of_all = map(int, self._context.world.sum_over_ranks(*own))
         if images_of_all + bad_of_all != len(scenes):
             raise RuntimeError(f"evaluation covered {images_of_all + bad_of_all} images of {len(scenes)}")
         total = np.array(counts, dtype=np.int64).reshape(classes, classes)

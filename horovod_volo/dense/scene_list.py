@@ -24,29 +24,25 @@ Mask = NDArray[np.uint8]  # (height, width) classes; IGNORED where there is none
 _IMAGES = (".jpg", ".jpeg", ".png")
 _MOST_CLASSES = 255
 MASK_FOLDERS = ("leftImg8bit", "annotations", "masks")  # one of them tells the layout
+# Names of the classes, separated by commas.
 _CITYSCAPES = (
-    *("road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign"),
-    *("vegetation", "terrain", "sky", "person", "rider", "car", "truck", "bus", "train"),
-    *("motorcycle", "bicycle"),
+    "road, sidewalk, building, wall, fence, pole, traffic light, traffic sign, vegetation, terrain, sky, "
+    "person, rider, car, truck, bus, train, motorcycle, bicycle"
 )
-
 _ADE20K = (
-    *("wall", "building", "sky", "floor", "tree", "ceiling", "road", "bed", "windowpane", "grass"),
-    *("cabinet", "sidewalk", "person", "earth", "door", "table", "mountain", "plant", "curtain", "chair"),
-    *("car", "water", "painting", "sofa", "shelf", "house", "sea", "mirror", "rug", "field", "armchair"),
-    *("seat", "fence", "desk", "rock", "wardrobe", "lamp", "bathtub", "railing", "cushion", "base", "box"),
-    *("column", "signboard", "chest of drawers", "counter", "sand", "sink", "skyscraper", "fireplace"),
-    *("refrigerator", "grandstand", "path", "stairs", "runway", "case", "pool table", "pillow"),
-    *("screen door", "stairway", "river", "bridge", "bookcase", "blind", "coffee table", "toilet", "flower"),
-    *("book", "hill", "bench", "countertop", "stove", "palm", "kitchen island", "computer", "swivel chair"),
-    *("boat", "bar", "arcade machine", "hovel", "bus", "towel", "light", "truck", "tower", "chandelier"),
-    *("awning", "streetlight", "booth", "television receiver", "airplane", "dirt track", "apparel", "pole"),
-    *("land", "bannister", "escalator", "ottoman", "bottle", "buffet", "poster", "stage", "van", "ship"),
-    *("fountain", "conveyer belt", "canopy", "washer", "plaything", "swimming pool", "stool", "barrel"),
-    *("basket", "waterfall", "tent", "bag", "minibike", "cradle", "oven", "ball", "food", "step", "tank"),
-    *("trade name", "microwave", "pot", "animal", "bicycle", "lake", "dishwasher", "screen", "blanket"),
-    *("sculpture", "hood", "sconce", "vase", "traffic light", "tray", "ashcan", "fan", "pier"),
-    *("crt screen", "plate", "monitor", "bulletin board", "shower", "radiator", "glass", "clock", "flag"),
+    "wall, building, sky, floor, tree, ceiling, road, bed, windowpane, grass, cabinet, sidewalk, person, "
+    "earth, door, table, mountain, plant, curtain, chair, car, water, painting, sofa, shelf, house, sea, "
+    "mirror, rug, field, armchair, seat, fence, desk, rock, wardrobe, lamp, bathtub, railing, cushion, base, "
+    "box, column, signboard, chest of drawers, counter, sand, sink, skyscraper, fireplace, refrigerator, "
+    "grandstand, path, stairs, runway, case, pool table, pillow, screen door, stairway, river, bridge, "
+    "bookcase, blind, coffee table, toilet, flower, book, hill, bench, countertop, stove, palm, kitchen "
+    "island, computer, swivel chair, boat, bar, arcade machine, hovel, bus, towel, light, truck, tower, "
+    "chandelier, awning, streetlight, booth, television receiver, airplane, dirt track, apparel, pole, land, "
+    "bannister, escalator, ottoman, bottle, buffet, poster, stage, van, ship, fountain, conveyer belt, "
+    "canopy, washer, plaything, swimming pool, stool, barrel, basket, waterfall, tent, bag, minibike, "
+    "cradle, oven, ball, food, step, tank, trade name, microwave, pot, animal, bicycle, lake, dishwasher, "
+    "screen, blanket, sculpture, hood, sconce, vase, traffic light, tray, ashcan, fan, pier, crt screen, "
+    "plate, monitor, bulletin board, shower, radiator, glass, clock, flag"
 )
 
 
@@ -150,10 +146,12 @@ def find_layout(root: Path) -> SceneLayout:
         folders = ("leftImg8bit/{split}", "gtFine/{split}")
         splits: dict[Split, str] = {"train": "train", "val": "val"}
         endings = ("_leftImg8bit.png", "_gtFine_labelTrainIds.png")
-        return SceneLayout("cityscapes", _CITYSCAPES, False, *folders, splits, *endings)
+        return SceneLayout("cityscapes", tuple(_CITYSCAPES.split(", ")), False, *folders, splits, *endings)
     if (root / "annotations").is_dir():
         splits = {"train": "training", "val": "validation"}
-        return SceneLayout("ade20k", _ADE20K, True, "images/{split}", "annotations/{split}", splits)
+        return SceneLayout(
+            "ade20k", tuple(_ADE20K.split(", ")), True, "images/{split}", "annotations/{split}", splits
+        )
     if (root / "masks").is_dir():
         splits = {"train": "train", "val": "val"}
         return SceneLayout("plain", read_classes(root), False, "images/{split}", "masks/{split}", splits)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED, SceneBatch, copy_async
 from horovod_volo.core.rng import Purpose, uniforms
 from horovod_volo.data.prefetcher import PendingBatch

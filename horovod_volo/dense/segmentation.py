@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.config.schema import Config
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.split_folder import Split
@@ -81,19 +81,8 @@ class SegmentationTask(DenseTask):
         return {"neck": settings.neck, "head_width": settings.head_width, "sync_bn": config.model.sync_bn}
 
     def build(self, config: Config, num_classes: int) -> Network:
-        model, settings = config.model, config.segmentation
-        network = UperNet(
-            model.model,
-            img_size=model.img_size,
-            num_classes=num_classes,
-            drop_path=model.drop_path,
-            neck=settings.neck,
-            width=settings.head_width,
-            auxiliary_width=settings.auxiliary_width,
-            grad_checkpoint=model.grad_checkpoint,
-            stages=model.grad_checkpoint_stages,
-        )
-        if model.sync_bn == "all":
+        network = UperNet(config.model, config.segmentation, num_classes)
+        if config.model.sync_bn == "all":
             synchronize_norms(network)
         return Network(
             network,

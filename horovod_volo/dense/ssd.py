@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from horovod_volo.config.schema import Model
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.anchors import anchor_rule
 from horovod_volo.dense.backbones import build_backbone, fit_backbone
@@ -127,33 +128,22 @@ class ResNetTrunk(nn.Module):
         return [self.layer3(self.layer2(self.layer1(maps)))]
 
 
-def build_ssd(
-    name: str,
-    num_classes: int,
-    *,
-    img_size: int,
-    drop_path: float = 0.0,
-    grad_checkpoint: bool = False,
-    stages: str = "all",
-) -> SSD:
+def build_ssd(settings: Model, num_classes: int) -> SSD:
     """Build SSD with fresh weights over a ResNet of timm, as "resnet50", or over VOLO.
 
     VOLO gives the outlookers' map and, at stride 16, that of its last transformer stage.
     """
-    name = our_name(name)
+    name = our_name(settings.model)
     taps: tuple[int, ...] = (0,)
     if name.startswith("volo"):
-        backbone = build_backbone(
-            name, img_size=img_size, drop_path=drop_path, grad_checkpoint=grad_checkpoint, stages=stages
-        )
-        taps = (0, -1)
+        backbone, taps = build_backbone(settings), (0, -1)
     elif not is_model(name):
         raise UserError(f"{name} cannot be the trunk of SSD. Use a ResNet of timm, or VOLO.")
-    elif drop_path or grad_checkpoint:
+    elif settings.drop_path or settings.grad_checkpoint:
         raise UserError(f"SSD on {name} has no drop path and no --grad-checkpoint. Drop them, or use VOLO.")
     else:
         backbone = ResNetTrunk(name)
-    rule = anchor_rule(img_size)
+    rule = anchor_rule(settings.img_size)
     return SSD(
         backbone,
         [backbone.channels[tap] for tap in taps],

@@ -100,22 +100,19 @@ class DenseBatches(OrderedBatches[Pending, DenseBatch]):
         images: Any,
         data: Data,
         settings: Any,
-        *,
         side: int,
         order: OrderOfRank,
-        device: torch.device,
-        threads: int,
-        normalization: Normalization,
+        context: RankContext,
     ) -> None:
         """`settings` are those of the task, `side` that of the images in a batch."""
-        super().__init__(len(images), data, order, threads)
-        self._images, self._plan_settings, self._side, self._device = images, settings, side, device
-        self._mean, self._std = levels(normalization, device)
+        super().__init__(len(images), data, order, context.threads)
+        self._images, self._plan_settings, self._side, self._device = images, settings, side, context.device
+        self._mean, self._std = levels(context.normalization, context.device)
         self._decoder = image_decoder(data.image_decoder)
-        self._transform_threads = ImageThreadPool(threads, "image-transform")
+        self._transform_threads = ImageThreadPool(context.threads, "image-transform")
         self._prefetcher = BatchPrefetcher(
-            partial(self._pipeline, batch=data.batch_size, device=device, threads=threads),
-            device,
+            partial(self._pipeline, batch=data.batch_size, device=context.device, threads=context.threads),
+            context.device,
             data.prefetch,
             lambda index: self.bad_samples.add_undecodable(index, images.location(index)),
             self._transform,
@@ -261,15 +258,9 @@ class DenseTask(Task, ABC):
             connect_norms(network, WorldSums(world))
         precision, workers = config.model.precision, config.data.workers
         context = rank_context(config, world, resources, precision=precision, workers=workers)
+        order = OrderOfRank(config.run.seed, world.rank, world.size, config.update.accumulation)
         train_loader = self.train_batches(
-            data.train,
-            config.data,
-            self.settings(config),
-            side=config.model.img_size,
-            order=OrderOfRank(config.run.seed, world.rank, world.size, config.update.accumulation),
-            device=context.device,
-            threads=context.threads,
-            normalization=context.normalization,
+            data.train, config.data, self.settings(config), config.model.img_size, order, context
         )
         evaluation = self.build_evaluation(config, data.held_out, context)
         return self.learner(config, context, data, train_loader, evaluation, network)

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from horovod_volo.config.schema import Model
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.backbones import build_backbone, fit_backbone
@@ -38,27 +40,13 @@ _STRIDE = 16
 class UperNet(nn.Module):
     """A network that classifies pixels."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        img_size: int,
-        num_classes: int,
-        drop_path: float,
-        neck: str,
-        width: int,
-        auxiliary_width: int,
-        grad_checkpoint: bool = False,
-        stages: str = "all",
-    ) -> None:
+    def __init__(self, model: Model, settings: Segmentation, num_classes: int) -> None:
         """Build it with fresh weights from torch's random state."""
         super().__init__()
-        self.backbone = build_backbone(
-            name, img_size=img_size, drop_path=drop_path, grad_checkpoint=grad_checkpoint, stages=stages
-        )
-        self.neck = build_neck(neck, self.backbone.channels, self.backbone.strides)
-        self.decode_head = UPerHead(self.neck.channels, width, num_classes)
-        self.auxiliary_head = FCNHead(self.neck.channels[2], auxiliary_width, num_classes)
+        self.backbone = build_backbone(model)
+        self.neck = build_neck(settings.neck, self.backbone.channels, self.backbone.strides)
+        self.decode_head = UPerHead(self.neck.channels, settings.head_width, num_classes)
+        self.auxiliary_head = FCNHead(self.neck.channels[2], settings.auxiliary_width, num_classes)
 
     def training_logits(self, images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """Return logits and auxiliary logits; `seed` has 64 bits, for drop path and dropout."""

@@ -30,7 +30,7 @@ from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
 from horovod_volo.cluster.pinning import bind
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
-from horovod_volo.config.values import setting_of_training
+from horovod_volo.config.schema import setting_of_training
 from horovod_volo.core.atomic_file import write_text
 from horovod_volo.core.errors import UserError, print_error
 from horovod_volo.doctor import gpus, host, installation, network

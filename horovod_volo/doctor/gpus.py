@@ -71,7 +71,7 @@ def check_kernels() -> Iterator[Finding]:
     """Check the Triton kernels on the first GPU, as a run of VOLO-D1 does when it starts."""
     import torch
 
-    from horovod_volo.config.values import assemble
+    from horovod_volo.config.recipe import assemble
     from horovod_volo.models.build import build_model
 
     if not torch.cuda.is_available():

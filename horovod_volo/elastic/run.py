@@ -23,8 +23,7 @@ from horovod_volo.cluster.entry import FAILED, LOST, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import AllRanksError, World
-from horovod_volo.config.schema import Config
-from horovod_volo.config.values import by_flag
+from horovod_volo.config.schema import Config, by_flag
 from horovod_volo.core.errors import UserError, print_error
 from horovod_volo.elastic.job import DriverLostError, ElasticJob, RemovedError
 from horovod_volo.elastic.ledger import LedgerCallback, LedgerStep

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod_volo.config.schema import Config
-from horovod_volo.config.values import all_settings
+from horovod_volo.config.schema import Config, all_settings
 from horovod_volo.models.build import our_name, spec_of, tokens_per_side
 
 # Two CPU cores train volo_demo on about 300 images of 64 px a second: six minutes.

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from textwrap import indent
 
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.schema import Config
-from horovod_volo.config.values import all_settings
+from horovod_volo.config.schema import Config, all_settings
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.model_cost import ModelCost
 from horovod_volo.monitor.event_records import HparamValue

@@ -1,1 +1,51 @@
-"""Accuracy of trained networks: top-1, ImageNet-ReaL, ImageNet-V2, per class."""
+"""Accuracy and predictions of trained networks, and the flags by which commands choose a network."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Literal
+
+from horovod_volo.config.arguments import whole_number
+from horovod_volo.config.schema import setting_of_training
+from horovod_volo.config.setting import Setting
+
+_STATISTIC = (
+    "{} of red, green and blue in training, for pixels from 0 to 1, if the weights do not record it; "
+    "empty: as recorded, else the model's"
+)
+
+
+def flags_of_trained_network() -> tuple[Setting, ...]:
+    """Return the flags that choose a trained network, which of its weights, and its heads."""
+    return (
+        setting_of_training("plugin"),
+        setting_of_training("model", default="", help="the model; empty: the one of SOURCE's run"),
+        setting_of_training(
+            "use_ema", aliases=("--averaged",), help="load the EMA weights instead of the raw ones"
+        ),
+        Setting(
+            name="aux_head",
+            kind=Literal["auto", "on", "off"],
+            default="auto",
+            help="VOLO and LV-ViT: on adds half of the highest token logit to the class logit, off does not; "
+            "auto: on if the auxiliary head was trained",
+        ),
+        setting_of_training(
+            "img_size", default=0, help="side of the square images, pixels; 0: as in training"
+        ),
+        setting_of_training("mean", help=_STATISTIC.format("mean")),
+        setting_of_training("std", help=_STATISTIC.format("standard deviation")),
+    )
+
+
+def add_crops_flag(parser: argparse._ActionsContainer) -> None:
+    """Add the flag for several crops of each evaluated image."""
+    parser.add_argument(
+        "--crops",
+        type=whole_number(1),
+        choices=(1, 5, 10),
+        default=1,
+        metavar="{1,5,10}",
+        help="crops of each image, whose probabilities are averaged: 5 are the centre and the corners, 10 "
+        "these and their mirror images (default: 1)",
+    )

@@ -1,17 +1,14 @@
-"""Evaluate a trained model on one rank or many: each rank predicts its part of the images.
-
-Whatever can be wrong with the request is checked before the first image is read.
-"""
+"""Evaluate a network of classification on one rank or many: each rank predicts its part of the images."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +18,10 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Run
 from horovod_volo.core.batch import EvalBatch
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.image_decoder import DecoderName, image_decoder
+from horovod_volo.core.errors import UserError, escape_controls
+from horovod_volo.data.image_decoder import decoder_messages, image_decoder
 from horovod_volo.data.images.image_list import ImageList
-from horovod_volo.data.images.split_folder import HeldOut, Split, shortened
+from horovod_volo.data.images.split_folder import HeldOut, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.accuracy import EvalCounts, PredictionCollector, count_correct, sum_counts
@@ -32,32 +29,23 @@ from horovod_volo.engine.confusions import ClassResult, class_results
 from horovod_volo.engine.shared_catalog import CacheSettings, catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.predictions import load_network
+from horovod_volo.evaluation.task_results import EVALUATIONS, EvalRequest, Evaluated, Progress
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import AuxHead, CropAverage, PretrainedModel, settings_of_run
 from horovod_volo.models.weights import TIMM
 
-Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
-
 
 @dataclass(frozen=True, kw_only=True)
-class EvalRequest:
-    """The model, the images and the settings of an evaluation; by default the model is as it was trained."""
+class AccuracyRequest(EvalRequest):
+    """What an evaluation of classification reads besides; by default the model is as it was trained."""
 
-    data_dir: str
-    weights: str
     model: str = ""  # empty: the model of the run that the weights are in
-    use_ema: bool  # the averaged weights, where the source holds raw and averaged ones
     aux_head: AuxHead = "auto"  # whether the auxiliary head's logits are added
     img_size: int = 0  # 0: the one of training
     mean: tuple[float, ...] = ()  # of training pixels, if the weights do not record it; empty: the model's
     std: tuple[float, ...] = ()  # likewise
     crop_pct: float  # 0: the model's own
     crops: int = 1  # of each image, whose probabilities are averaged
-    batch_size: int  # per rank
-    workers: int  # 0: one per core of the rank
-    image_decoder: DecoderName
-    precision: str
-    split: Split
     catalog_dir: str  # empty: inside the default --output, if there are several ranks
     real: str = ""  # ImageNet-ReaL's file; empty: none
     v2: bool = False  # the images are ImageNet-V2's
@@ -66,21 +54,9 @@ class EvalRequest:
     images: Callable[[World], ImageList] | None = None  # those of a program, instead of the data folder's
 
 
-@dataclass(frozen=True)
-class EvalResult:
-    """The result of an evaluation, the same on every rank."""
-
-    model: PretrainedModel
-    crop_pct: float
-    data: str  # the folder of the images
-    counts: EvalCounts
-    real: RealCounts | None
-    classes: list[ClassResult]  # in order of accuracy, the worst first
-    bad_samples: list[str]  # one message for each damaged image
-
-
-def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> EvalResult:
+def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Evaluated:
     """Evaluate a model on every image once. Collective: every rank calls this."""
+    request = AccuracyRequest.from_options(options)
     resources = rank_resources(world)
     world.run_on_all_ranks(partial(image_decoder, request.image_decoder))  # raises if it is not installed
     catalog = _list_images(request, world)
@@ -105,25 +81,20 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
         rank_counts = count_correct(network, loader, resources.device, on_batch)
     counts = world.run_on_all_ranks(partial(sum_counts, rank_counts, catalog, world))
     predictions, _ = collector.gather(world, len(catalog))
-    return EvalResult(
+    result = AccuracyResult(
+        request=request,
         model=model,
         crop_pct=crop_pct,
         data=catalog.source,
         counts=counts,
         real=None if real is None else count_real(real, predictions),
-        classes=class_results(catalog.classes, catalog.targets, predictions),
-        bad_samples=list(chain(*world.allgather_object(loader.bad_samples.new_messages()))),
+        rows=class_results(catalog.classes, catalog.targets, predictions)[: request.per_class],
     )
+    bad = list(chain(*world.allgather_object(loader.bad_samples.new_messages())))
+    return Evaluated(counts.metrics(), result.lines(), result.record(world.size), bad)
 
 
-def check_writable(file: str) -> None:
-    """Raise UserError if the file of `--json` cannot be created, before the evaluation starts."""
-    folder = Path(file).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
-        raise UserError(f"--json cannot write {file}. Name a file in an existing, writable folder.")
-
-
-def _list_images(request: EvalRequest, world: World) -> ImageList:
+def _list_images(request: AccuracyRequest, world: World) -> ImageList:
     if request.images is not None:
         return request.images(world)
     if request.v2:
@@ -142,7 +113,7 @@ def held_out_by(weights: str, data_dir: str) -> HeldOut:
     return HeldOut(run.get("val_split", ""), run.get("val_share", 0.0), run.get("seed", 0))
 
 
-def _load_model(request: EvalRequest, catalog: ImageList) -> PretrainedModel:
+def _load_model(request: AccuracyRequest, catalog: ImageList) -> PretrainedModel:
     model = load_network(request.weights, request)
     if model.class_names and not request.v2 and not request.weights.startswith(TIMM):
         _number_by_name(catalog, model.class_names, request.weights)
@@ -170,7 +141,7 @@ def _number_by_name(catalog: ImageList, names: tuple[str, ...], weights: str) ->
 
 
 def _build_loader(
-    request: EvalRequest,
+    request: AccuracyRequest,
     catalog: ImageList,
     model: PretrainedModel,
     crop_pct: float,
@@ -197,3 +168,80 @@ def _build_loader(
         interpolation=model.interpolation,
         crops=request.crops,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccuracyResult:
+    """The result, the same on every rank."""
+
+    request: AccuracyRequest
+    model: PretrainedModel
+    crop_pct: float
+    data: str  # the folder of the images
+    counts: EvalCounts
+    real: RealCounts | None
+    rows: list[ClassResult]  # the classes to list, the worst first
+
+    def lines(self) -> list[str]:
+        """Return the lines that are printed."""
+        request, model, counts, metrics = self.request, self.model, self.counts, self.counts.metrics()
+        crops = "crop" if request.crops == 1 else f"{request.crops} crops"
+        crops = crops if model.crop_mode == "center" else f"{model.crop_mode}, {crops}"
+        properties = [
+            ("weights", request.weights),
+            ("model", f"{model.name}, {model.image_side} px, {crops} {self.crop_pct:g}, {request.precision}"),
+            *(("", warning) for warning in model.messages),
+            *(("decoder", message) for message in decoder_messages(request.image_decoder)),
+            ("images", f"{counts.images:,} of {self.data}; {counts.bad_samples:,} damaged ones left out"),
+            ("top-1", f"{metrics['top1']:.3f} %, {counts.top1:,} images"),
+            ("top-5", f"{metrics['top5']:.3f} %, {counts.top5:,} images"),
+            ("loss", f"{metrics['loss']:.5f}"),
+        ]
+        if self.real is not None:
+            real = f"{self.real.accuracy:.3f} %, {self.real.right:,} of {self.real.images:,} images"
+            properties.append(("ReaL", real))
+        lines = [f"{name:<10}{value}" for name, value in properties]
+        return [*lines, "", *_format_table(self.rows)] if self.rows else lines
+
+    def record(self, ranks: int) -> dict[str, Any]:
+        """Return the result as it is written to JSON."""
+        request, model, counts = self.request, self.model, self.counts
+        record: dict[str, Any] = {
+            "weights": request.weights,
+            "model": model.name,
+            "data": self.data,
+            "use_ema": request.use_ema,
+            "aux_head": model.has_aux_head,
+            "img_size": model.image_side,
+            "crop_pct": self.crop_pct,
+            "crop_mode": model.crop_mode,
+            "crops": request.crops,
+            "mean": model.mean,
+            "std": model.std,
+            "precision": request.precision,
+            "batch_size": request.batch_size,
+            "image_decoder": image_decoder(request.image_decoder).name,
+            "ranks": ranks,
+            **counts.metrics(),
+            "top1_right": counts.top1,
+            "top5_right": counts.top5,
+        }
+        if self.real is not None:
+            accuracy = {"accuracy": self.real.accuracy, **self.real._asdict()}
+            record["real"] = {"file": request.real, **accuracy}
+        if self.rows:
+            record["classes"] = [{**row._asdict(), "top1": row.top1} for row in self.rows]
+        return record
+
+
+def _format_table(rows: Sequence[ClassResult]) -> list[str]:
+    names = [escape_controls(row.name) for row in rows]
+    width = max(len("class"), *map(len, names))
+    lines = [f"{'class':<{width}}  images   right      %  most often taken for"]
+    for name, row in zip(names, rows, strict=True):
+        mistaken = f"{row.mistaken_for} ({row.mistaken})" if row.mistaken else "-"
+        lines.append(f"{name:<{width}}  {row.images:>6}  {row.right:>6}  {row.top1:>5.1f}  {mistaken}")
+    return lines
+
+
+EVALUATIONS.register("classification", evaluate)

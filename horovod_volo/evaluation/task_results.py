@@ -1,82 +1,85 @@
-"""What the commands `evaluate` and `export` need of a task that is an extra; the extra registers it."""
+"""What the commands `evaluate` and `export` ask of a task, which registers its evaluation and its export."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.names import Registry
+from horovod_volo.data.image_decoder import DecoderName
+from horovod_volo.data.images.split_folder import Split
 from horovod_volo.engine.task import Metrics
 
 
-class Evaluated(Protocol):
-    """The result of an evaluation by the command line, the same on every rank."""
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    """The weights, the images and the settings of an evaluation of any task."""
 
-    @property
-    def metrics(self) -> Metrics:
-        """Return the metrics."""
+    data_dir: str
+    weights: str
+    use_ema: bool  # the averaged weights, where the source holds raw and averaged ones
+    batch_size: int  # per rank; of segmentation images, or windows of an image
+    workers: int  # 0: one per core of the rank
+    image_decoder: DecoderName
+    precision: str
+    split: Split
+    per_class: int = 0  # classes of the lowest metric to list
 
-    @property
-    def bad_samples(self) -> list[str]:
-        """Return one message for each damaged image."""
-
-    def text(self, worst: int) -> list[str]:
-        """Return the result as lines, with so many classes of lowest value."""
-
-    def record(self, ranks: int) -> dict[str, Any]:
-        """Return the result as plain values."""
-
-
-# (options of the command line, world, told (images of this rank that are done, all of them)) -> result.
-Evaluate = Callable[[Mapping[str, Any], World, Callable[[int, int], object]], Evaluated]
-EVALUATIONS: Registry[Evaluate] = Registry("evaluation", "--weights of")  # of tasks that are extras
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Return the request that the options of the command line, or of a program, make."""
+        return cls(**{name: options[name] for name in cls.__dataclass_fields__ if name in options})
 
 
-class Trained(Protocol):
+class Evaluated(NamedTuple):
+    """The result of an evaluation, the same on every rank."""
+
+    metrics: Metrics
+    lines: list[str]  # to print
+    record: dict[str, Any]  # to write as JSON
+    bad_samples: list[str]  # one message for each damaged image
+
+
+Progress = Callable[[int, int], object]  # given this rank's images that are done, and all of its images
+# Evaluates on every image once. Whatever can be wrong with the options is checked before the first is read.
+# Collective: every rank calls it.
+Evaluate = Callable[[Mapping[str, Any], World, Progress], Evaluated]
+EVALUATIONS: Registry[Evaluate] = Registry("evaluation", "--weights of")
+
+
+@dataclass(frozen=True)
+class Trained(ABC):
     """A trained network to export, on the CPU in evaluation mode, of a task that is an extra."""
 
-    @property
-    def config(self) -> Config:
-        """Return the settings of its run."""
+    network: nn.Module
+    config: Config  # of its run
+    num_classes: int
+    messages: list[str]  # on the weights
+    class_names: tuple[str, ...]  # in the order of the logits; none if the weights do not have them
+    image_side: int  # in training
+    mean: tuple[float, ...]  # of each channel of training pixels from 0 to 1
+    std: tuple[float, ...]
+    takes_any_size: bool  # images may have any height and width
 
-    @property
-    def messages(self) -> list[str]:
-        """Return what to tell about the weights."""
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """Return the names of the classes; none if the weights do not have them."""
-
-    @property
-    def image_side(self) -> int:
-        """Return the side of the images in training."""
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """Return the mean of each channel of training pixels from 0 to 1."""
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """Return their standard deviation."""
-
-    @property
-    def takes_any_size(self) -> bool:
-        """Return whether images may have any height and width."""
-
+    @abstractmethod
     def outputs(self) -> tuple[nn.Module, tuple[str, ...]]:
         """Return the network with the outputs of an evaluation, and their names."""
 
+    @abstractmethod
     def write(self, folder: Path) -> None:
         """Write the weights and what is needed to use them."""
 
+    @abstractmethod
     def reloaded_difference(self, folder: Path, images: Tensor) -> float:
         """Return the largest difference of the outputs of a fresh network with the written weights."""
 
 
 Load = Callable[[str, int, bool], Trained]  # (source, image side or 0, whether averaged weights) -> network
-EXPORTS: Registry[Load] = Registry("export", "the export of")
+EXPORTS: Registry[Load] = Registry("export", "the export of")  # of tasks that are extras

@@ -15,7 +15,7 @@ from math import sqrt
 
 from torch import Tensor
 
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.rng import Purpose, generator, random_bits, uniforms
 
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod_volo.config.values import all_settings, shown
+from horovod_volo.config.schema import all_settings
+from horovod_volo.config.setting import shown
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.report.markup import Markup, element, folded, joined, table
 from horovod_volo.report.quantities import AVERAGED, MAIN_SCORES, quantity

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.values import assemble
+from horovod_volo.config.recipe import assemble
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import resolve
+from horovod_volo.config.recipe import assemble
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.config.validation import check
-from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger_check import check_ledger

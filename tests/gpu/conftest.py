@@ -11,8 +11,8 @@ import torch
 
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
+from horovod_volo.config.recipe import assemble
 from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.models.build import build_model
 from horovod_volo.objective.loss import build_loss

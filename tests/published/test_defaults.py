@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from horovod_volo.config.command_line import build_parser, parse
-from horovod_volo.config.values import all_settings
+from horovod_volo.config.schema import all_settings
 from tests.published.checkouts import named_folder
 
 FOLDER = named_folder()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.objective.loss import LabelMapTargets, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Box

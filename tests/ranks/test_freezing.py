@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from horovod_volo.config.recipe import load_recipe
-from horovod_volo.config.values import assemble
+from horovod_volo.config.recipe import assemble, load_recipe
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.classification import Classification
 from horovod_volo.models.freezing import freeze

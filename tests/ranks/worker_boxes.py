@@ -9,7 +9,8 @@ import torch
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection
+from horovod_volo.config.schema import Model
+from horovod_volo.config.task_settings import Detection
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import find_boxes, list_boxes
@@ -33,7 +34,7 @@ def main() -> None:
     if options.reversed:
         images = replace(images, numbers=images.numbers[::-1].copy())
     torch.manual_seed(0)
-    network = build_ssd("volo_demo", len(images.classes), img_size=SIDE).eval()
+    network = build_ssd(Model(model="volo_demo", img_size=SIDE), len(images.classes)).eval()
     # Fresh weights find boxes everywhere, some of them right.
     settings = Detection(min_score=0.1)
     context = RankContext(world, device, 2, IMAGENET_NORMALIZATION, autocast("fp32", device))

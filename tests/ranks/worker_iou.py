@@ -9,7 +9,8 @@ import torch
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.schema import Model
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.dense.mean_iou import SceneEvaluation
 from horovod_volo.dense.pictures import EvaluationPictures
@@ -32,11 +33,15 @@ def main() -> None:
     if options.reversed:
         scenes = replace(scenes, names=scenes.names[::-1])
     torch.manual_seed(0)
-    network = UperNet(
-        "volo_demo", img_size=64, num_classes=7, drop_path=0.0, neck="lvvit", width=16, auxiliary_width=16
-    ).eval()
+    settings = Segmentation(
+        scene_size=(192.0, 64.0),
+        test_mode=options.test_mode,
+        test_stride=43,
+        head_width=16,
+        auxiliary_width=16,
+    )
+    network = UperNet(Model(model="volo_demo", img_size=64), settings, 7).eval()
     device = torch.device("cpu")
-    settings = Segmentation(scene_size=(192.0, 64.0), test_mode=options.test_mode, test_stride=43)
     context = RankContext(world, device, 2, IMAGENET_NORMALIZATION, autocast("fp32", device))
     with closing(SceneEvaluation(scenes, Data(batch_size=4), settings, 64, context)) as evaluation:
         metrics = evaluation.measure(network, lambda images: None, pictures=EvaluationPictures(2)).metrics

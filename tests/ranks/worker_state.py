@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.recipe import load_recipe
-from horovod_volo.config.values import assemble
+from horovod_volo.config.recipe import assemble, load_recipe
 from horovod_volo.engine.checkpoint.files import find_checkpoint
 from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.classification import Classification

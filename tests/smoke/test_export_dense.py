@@ -16,9 +16,8 @@ from horovod_volo import export
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
-from horovod_volo.dense.evaluate import DENSE_TASKS
-from horovod_volo.dense.export import load_dense
 from horovod_volo.dense.mean_iou import logits_of
+from horovod_volo.dense.trained import DENSE_TASKS, TrainedDense, load_dense
 from horovod_volo.models.timm_export import fixed_images
 from horovod_volo.models.weights_header import header_of
 from horovod_volo.monitor.pictures import class_colors
@@ -141,6 +140,6 @@ def test_wrong_exports_write_nothing(
     assert "--mean and --std are for networks of classification" in capsys.readouterr().err
     assert export.main([str(trained), str(folder), "--img-size", "72"]) == 2
     assert "must be a multiple of 16" in capsys.readouterr().err
-    monkeypatch.setattr("horovod_volo.dense.export.TrainedDense.reloaded_difference", lambda *_: float("nan"))
+    monkeypatch.setattr(TrainedDense, "reloaded_difference", lambda *_: float("nan"))
     assert export.main([str(trained), str(folder)]) == 1
     assert not folder.exists()

@@ -21,7 +21,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from horovod_volo.bench.results import read_records
-from horovod_volo.config.values import all_settings
+from horovod_volo.config.schema import all_settings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -8,7 +8,8 @@ import tomllib
 from pathlib import Path
 
 from horovod_volo.config.recipe import RECIPES
-from horovod_volo.config.values import Setting, all_settings
+from horovod_volo.config.schema import all_settings
+from horovod_volo.config.setting import Setting
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = all_settings()

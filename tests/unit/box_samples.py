@@ -1,4 +1,4 @@
-"""Small data sets of painted boxes, in COCO's layout."""
+"""Small data sets of painted boxes, in COCO's layout, a rank that reads them, the distance of samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from PIL import Image
+
+from horovod_volo.cluster.world import World
+from horovod_volo.data.pipeline import Normalization
+from horovod_volo.dense.task import RankContext
+from horovod_volo.models.precision import autocast
 
 CATEGORIES = ({"id": 90, "name": "toothbrush"}, {"id": 1, "name": "person"}, {"id": 18, "name": "dog"})
 
@@ -47,3 +54,16 @@ def color_of(category: int) -> tuple[int, int, int]:
 
 def image(number: int, width: int, height: int, name: str = "") -> dict[str, Any]:
     return {"id": number, "file_name": name or f"{number:012}.png", "width": width, "height": height}
+
+
+def rank_alone(normalization: Normalization, threads: int = 2) -> RankContext:
+    """Return the part of a rank alone on a CPU."""
+    device = torch.device("cpu")
+    return RankContext(World.single(), device, threads, normalization, autocast("fp32", device))
+
+
+def kolmogorov(first: NDArray[Any], second: NDArray[Any]) -> float:
+    """Return the largest distance between the distribution functions of two samples."""
+    values = np.union1d(first, second)
+    shares = [np.searchsorted(np.sort(each), values, side="right") / len(each) for each in (first, second)]
+    return float(np.abs(shares[0] - shares[1]).max())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
-from horovod_volo.config.schema import Config
-from horovod_volo.config.values import all_settings
+from horovod_volo.config.schema import Config, all_settings
 
 # Group, name and default of each setting.
 FIELDS = [(setting.group, setting.name, setting.default) for setting in all_settings()]
@@ -21,14 +20,8 @@ FURTHER_FLAGS = {
     "ema_decay": ["--model-ema"],
     "ema_warmup": ["--model-ema-warmup", "--no-model-ema-warmup"],
 }
-# Two values besides the default for each setting; where none are listed, the type of the default decides.
+# Two values for each setting, the first of which is not the default; otherwise the type decides.
 EXAMPLES: dict[str, tuple[Any, Any]] = {
-    "binding": ("core", "none"),
-    "task": ("segmentation", "classification"),
-    "sync_bn": ("all", "heads"),
-    "neck": ("pyramid", "lvvit"),
-    "mask_resize": ("opencv", "centre"),
-    "test_mode": ("slide", "whole"),
     "img_size": (64, 96),
     "epochs": (30, 40),
     "mean": ((0.5, 0.25, 0.0), (0.5, 0.5, 0.5)),
@@ -36,22 +29,10 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "decay_milestones": ("5,20", "30"),
     "cycle_up": (0.25, 0.4),
     "ratio": ((0.9, 1.1), (0.5, 2.0)),
-    "train_interpolation": ("bilinear", "bicubic"),
-    "randaugment_on": ("image", "crop"),
-    "kernels": ("plain", "auto"),
-    "grad_checkpoint_stages": ("outlookers", "transformers"),
     "aa": ("", "rand-m7-n3"),
     "reprob": (0.5, 0.75),
-    "remode": ("rand", "const"),
-    "bad_samples": ("fail", "skip"),
-    "precision": ("bf16", "fp16"),
-    "compression": ("none", "fp16"),
     "opt": ("sgd", "lars"),
-    "clip_mode": ("value", "agc"),
-    "lr_changes": ("epoch", "step"),
     "layer_decay": (0.75, 0.5),
-    "label_geometry": ("reference", "corrected"),
-    "image_decoder": ("pillow", "dali"),
     "log_to": ("csv", "wandb"),
     "class_weights": ("balanced", "weights.txt"),
     "map_geometry": ("whole", "centre-crop:576:576"),
@@ -77,6 +58,10 @@ def value_of(config: Config, name: str) -> Any:
 def examples(name: str, default: Any) -> tuple[Any, Any]:
     if name in EXAMPLES:
         return EXAMPLES[name]
+    kind = next(setting.kind for setting in all_settings() if setting.name == name)
+    if get_origin(kind) is Literal:
+        first, *others = (choice for choice in get_args(kind) if choice != default)
+        return first, next(iter(others), default)
     kinds: dict[type, tuple[Any, Any]] = {
         bool: (not default, default),
         int: (11, 12),

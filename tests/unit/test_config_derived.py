@@ -12,9 +12,8 @@ from schema_examples import recipe_of
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, resolve
-from horovod_volo.config.recipe import dump
+from horovod_volo.config.recipe import assemble, dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 
 IMAGENET = 1_281_167
@@ -52,47 +51,38 @@ def test_a_run_takes_its_shape(
     assert derived.peak_lr == pytest.approx(peak, rel=1e-12)
 
 
-def test_a_learning_rate_that_is_given_is_not_scaled() -> None:
-    given = config(lr=1e-4, lr_base=0.5, batch_size=44)
-    assert derive(given, ranks=8, images=IMAGENET).peak_lr == 1e-4
-    assert derive(given, ranks=80, images=IMAGENET).peak_lr == 1e-4
-
-
 def test_a_warm_up_that_comes_before_makes_the_run_longer() -> None:
     given = config(epochs=10, warmup_epochs=3, cooldown_epochs=2, warmup_prefix=True, batch_size=10)
     derived = derive(given, ranks=1, images=40)
     assert (derived.epochs, derived.total_steps) == (15, 60)
     assert (derived.warmup_steps, derived.prefix_steps, derived.decay_steps) == (12, 12, 40)
+    assert [derived.epoch_of(step) for step in (0, 3, 4, 9)] == [(0, 0), (0, 3), (1, 0), (2, 1)]
 
 
-def test_a_step_knows_its_epoch() -> None:
-    derived = derive(config(batch_size=10), ranks=1, images=39)
-    assert [derived.epoch_of(step) for step in (0, 2, 3, 6)] == [(0, 0), (0, 2), (1, 0), (2, 0)]
-
-
+# Ranks, images and settings of a run whose step is too large, and the value that the error names.
 @pytest.mark.parametrize(
-    ("ranks", "batch", "accumulation", "images"),
-    [(2, 128, 1, 200), (1, 11, 1, 10), (4, 10, 3, 119), (40, 128, 1, 5000), (3, 1000, 7, 21)],
+    ("ranks", "images", "chosen", "name", "largest"),
+    [
+        (2, 200, {"batch_size": 128}, "batch_size", 100),
+        (4, 119, {"batch_size": 10, "accumulation": 3}, "batch_size", 9),
+        (40, 5000, {"batch_size": 128}, "batch_size", 125),
+        (3, 21, {"batch_size": 1000, "accumulation": 7}, "batch_size", 1),
+        (8, 79, {"global_batch": 80}, "global_batch", 72),
+    ],
 )
-def test_the_batch_named_when_a_step_is_too_large_is_the_largest_that_works(
-    ranks: int, batch: int, accumulation: int, images: int
+def test_a_step_of_more_than_all_images_names_the_largest_that_works(
+    ranks: int, images: int, chosen: dict[str, int], name: str, largest: int
 ) -> None:
-    with pytest.raises(UserError, match=f"there are {images}\\. Use --batch-size") as raised:
-        derive(config(batch_size=batch, accumulation=accumulation), ranks=ranks, images=images)
-    match = re.search(r"Use --batch-size (\d+) or less", str(raised.value))
-    assert match is not None
-    named = int(match[1])
-    assert derive(
-        config(batch_size=named, accumulation=accumulation), ranks=ranks, images=images
-    ).steps_per_epoch
-    with pytest.raises(UserError):
-        derive(config(batch_size=named + 1, accumulation=accumulation), ranks=ranks, images=images)
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(UserError, match=f"there are {images}.* Use {flag} {largest} or less"):
+        derive(resolve(config(**chosen), ranks), ranks=ranks, images=images)
+    fitting = resolve(config(**{**chosen, name: largest}), ranks)
+    assert derive(fitting, ranks=ranks, images=images).steps_per_epoch == 1
 
 
 def test_more_ranks_than_images_asks_for_fewer_ranks() -> None:
-    with pytest.raises(UserError, match="Start at most 7 ranks with --accumulation 1") as raised:
+    with pytest.raises(UserError, match="Start at most 7 ranks with --accumulation 1"):
         derive(config(batch_size=1), ranks=8, images=7)
-    assert "8 ranks x 1 images x 1 micro-batches = 8 images, but there are 7" in str(raised.value)
     assert derive(config(batch_size=1), ranks=7, images=7).global_batch == 7
 
 
@@ -104,23 +94,15 @@ def rates(ranks: int, **chosen: Any) -> tuple[float, float, float]:
     return derived.peak_lr, derived.min_lr, derived.warmup_lr
 
 
-STATED = {"lr_base": 8e-6, "min_lr": 4e-6, "warmup_lr": 1e-6}
-
-
-@pytest.mark.parametrize("size", [240, 384, 512, 1000, 1024, 5120])
-def test_at_the_stated_batch_the_rates_are_the_stated_ones_to_the_bit(size: int) -> None:
-    assert rates(8, batch_size=size // 8, lr_base_size=size, **STATED) == (8e-6, 4e-6, 1e-6)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 40, 256])
-def test_at_another_batch_all_three_are_scaled_alike(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 3, 8, 40, 256])
+def test_all_three_rates_are_scaled_alike_unless_they_are_given(ranks: int) -> None:
+    stated = {"lr_base": 8e-6, "min_lr": 4e-6, "warmup_lr": 1e-6, "batch_size": 30}
+    at_stated = rates(ranks, lr_base_size=30 * ranks, **stated)
+    assert at_stated == (8e-6, 4e-6, 1e-6)  # to the bit
     scale = ranks * 30 / 240
-    expected = (8e-6 * scale, 4e-6 * scale, 1e-6 * scale)
-    assert rates(ranks, batch_size=30, lr_base_size=240, **STATED) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_rate_that_is_given_leaves_all_three_as_typed() -> None:
-    assert rates(40, batch_size=7, lr=5e-6, min_lr=5e-6, warmup_lr=1e-6) == (5e-6, 5e-6, 1e-6)
+    scaled = rates(ranks, lr_base_size=240, **stated)
+    assert scaled == pytest.approx([each * scale for each in at_stated], rel=1e-12)
+    assert rates(ranks, lr=5e-6, **stated) == (5e-6, 4e-6, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +131,8 @@ def test_rates_that_cross_are_refused_before_anything_is_read(
     resolve(config(**{**chosen, setting: named}), ranks)
     with pytest.raises(UserError):
         resolve(config(**{**chosen, setting: named * 1.001}), ranks)
-
-
-def test_a_warm_up_rate_that_is_not_used_crosses_nothing() -> None:
-    resolve(config(lr=1e-7, min_lr=0.0, warmup_epochs=0), 8)
+    if flag == "--warmup-lr":  # which is not used then
+        resolve(config(**chosen, warmup_epochs=0), ranks)
 
 
 # A global batch that is given
@@ -229,10 +209,3 @@ def test_passes_are_not_given_beside_a_global_batch(tmp_path: Path) -> None:
         == 2
     )
     assert resolve(parse(["--recipe", recipe]).config, 8).update.accumulation == 1
-
-
-def test_a_global_batch_above_the_images_names_the_largest_that_works() -> None:
-    given = resolve(config(global_batch=80), 8)
-    with pytest.raises(UserError, match="Use --global-batch 72 or less"):
-        derive(given, ranks=8, images=79)
-    assert derive(resolve(config(global_batch=72), 8), ranks=8, images=79).steps_per_epoch == 1

@@ -10,9 +10,8 @@ from schema_examples import FIELDS, examples, recipe_of
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
-from horovod_volo.config.recipe import RECIPES, dump, load_recipe, recipe_names
+from horovod_volo.config.recipe import RECIPES, assemble, dump, load_recipe, recipe_names
 from horovod_volo.config.validation import check, config_warnings
-from horovod_volo.config.values import assemble
 
 ODD = [
     "plain",
@@ -47,11 +46,6 @@ def test_numbers_survive_to_the_bit(number: float, tmp_path: Path) -> None:
     assert read == written
 
 
-def test_resolved_settings_are_a_recipe_that_repeats_the_run(tmp_path: Path) -> None:
-    first = parse(["images", "--recipe", "demo", "--epochs", "7", "--name", "a b", "--scale", "0.1", "0.9"])
-    assert parse(["--recipe", recipe_of(tmp_path, dump(first.config))]).config == first.config
-
-
 PLACES = {
     "token_label_data": ["--token-label-data", "maps"],
     "finetune": ["--finetune", "weights.pth"],
@@ -79,12 +73,16 @@ def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str,
     written = dump(config)
     assert written.index("[model]") < written.index('precision = "bf16"') < written.index("[data]")
     assert config_warnings(parse(["--recipe", recipe_of(tmp_path, written)]).config) == []
+    both = '[exchange]\nprecision = "fp16"\n[model]\nprecision = "bf16"\n'
+    assert parse(["--recipe", recipe_of(tmp_path, both)]).config.model.precision == "bf16"
 
 
-def test_of_a_key_in_both_tables_the_one_in_its_own_counts(tmp_path: Path) -> None:
-    tables = ['[model]\nprecision = "bf16"\n', '[exchange]\nprecision = "fp16"\n']
-    for text in ("".join(tables), "".join(reversed(tables))):
-        assert parse(["--recipe", recipe_of(tmp_path, text)]).config.model.precision == "bf16"
+@pytest.mark.parametrize(
+    "flags", ["images --recipe demo --epochs 7 --scale 0.1 0.9", "--model lvvit_s --name a"]
+)
+def test_resolved_settings_are_a_recipe_that_repeats_the_run(flags: str, tmp_path: Path) -> None:
+    first = parse(flags.split()).config
+    assert parse(["--recipe", recipe_of(tmp_path, dump(first))]).config == first
 
 
 # What a recipe was published with

@@ -9,9 +9,8 @@ from schema_examples import COMPANIONS, FIELDS, MAPS, examples, recipe_of, words
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.schema import Config
+from horovod_volo.config.schema import Config, all_settings
 from horovod_volo.config.validation import CONDITIONS, RunFacts, config_warnings, holds, is_set
-from horovod_volo.config.values import all_settings
 from horovod_volo.dry_run import dry_run
 from horovod_volo.optim.build import OPTIMIZERS
 
@@ -114,13 +113,6 @@ def test_a_setting_that_nobody_stated_or_that_has_its_default_is_not_named(tmp_p
         f"--recipe {recipe_of(tmp_path, dump(Config()))}",
     ):
         assert config_warnings(parse(argv.split()).config, alone_on_a_cpu) == []
-
-
-def test_accumulation_beside_a_global_batch_in_a_recipe_is_named(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "[update]\naccumulation = 2\n[data]\nglobal_batch = 64\n")
-    assert config_warnings(parse(["--recipe", recipe]).config) == [
-        "--accumulation has no effect with --global-batch"
-    ]
 
 
 def test_the_optimizers_with_and_without_momentum_are_the_registered_ones() -> None:

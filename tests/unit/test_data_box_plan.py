@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from box_samples import annotation, image, write_coco
+from box_samples import annotation, image, kolmogorov, rank_alone, write_coco
 from numpy.typing import NDArray
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection
+from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.batch import BoxBatch
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
@@ -48,16 +48,9 @@ def painted(folder: Path, count: int = 24) -> BoxList:
 def batches(
     images: BoxList, settings: Detection, epochs: int = 1, *, threads: int = 2, **data: Any
 ) -> list[BoxBatch]:
-    loader = BoxTrainLoader(
-        images,
-        Data(**({"batch_size": 4} | data)),
-        settings,
-        side=SIDE,
-        order=OrderOfRank(3, 0, 1, 1),
-        device=torch.device("cpu"),
-        threads=threads,
-        normalization=Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
-    )
+    context = rank_alone(Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)), threads)
+    order = OrderOfRank(3, 0, 1, 1)
+    loader = BoxTrainLoader(images, Data(**({"batch_size": 4} | data)), settings, SIDE, order, context)
     with closing(loader):
         return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
 
@@ -89,9 +82,8 @@ def test_batches_depend_on_seed_epoch_and_sample_alone(tmp_path: Path) -> None:
     first = batches(images, Detection(), epochs=2)
     again = batches(images, Detection(), epochs=2, threads=1, prefetch=1)
     for one, other in zip(first, again, strict=True):
-        assert torch.equal(one.images, other.images)
-        assert torch.equal(one.boxes, other.boxes)
-        assert torch.equal(one.classes, other.classes)
+        for name in ("images", "boxes", "classes"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
         assert one.indices.tolist() == one.drawn.tolist() == other.indices.tolist()
     assert not torch.equal(first[0].boxes, first[6].boxes)
 
@@ -148,13 +140,6 @@ def properties(window: tuple[float, ...], boxes: NDArray[np.float64]) -> list[fl
     return [width * height, width / height, left, top, float(kept)]
 
 
-def kolmogorov(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
-    """Return the largest distance between two distribution functions."""
-    values = np.concatenate([first, second])
-    shares = [np.searchsorted(np.sort(each), values, side="right") / len(each) for each in (first, second)]
-    return float(np.abs(shares[0] - shares[1]).max())
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_windows_have_the_distribution_of_the_reference(count: int) -> None:
     size, samples = (1000, 1600), 4000
@@ -195,12 +180,10 @@ def test_flips_and_colours_are_drawn_evenly() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        ColorChange(hue=18.0),
         ColorChange(hue=-40.0),
         ColorChange(saturation=1.5),
         ColorChange(saturation=0.5, hue=10.0),
         ColorChange(contrast=0.5),
-        ColorChange(brightness=1.125),
         ColorChange(contrast=1.4, brightness=0.875),
     ],
 )

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from box_samples import rank_alone
 from coded_images import PLAIN, smooth, write_images
 from image_loaders import eval_loader, evaluated_images, train_loader
 from PIL import Image, features
 from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection, Segmentation
+from horovod_volo.config.task_settings import Detection, Segmentation
 from horovod_volo.core.errors import UserError
 from horovod_volo.data import image_decoder as decoders
 from horovod_volo.data.image_decoder import DecoderName, describe_decoder, image_decoder
@@ -120,18 +121,11 @@ def test_scenes_and_boxes(tmp_path: Path) -> None:
     images = []
     for name in ("dali", "pillow"):
         data = Data(batch_size=3, image_decoder=name)
-        common: dict[str, Any] = {
-            "order": ORDER,
-            "device": CPU,
-            "threads": 2,
-            "normalization": IMAGENET_NORMALIZATION,
-        }
+        alone = (ORDER, rank_alone(IMAGENET_NORMALIZATION))
         plain = Segmentation(scene_size=(160.0, 80.0), photometric=False)
-        scenes = SceneTrainLoader(
-            list_scenes(root, find_layout(root), "train"), data, plain, side=64, **common
-        )
+        scenes = SceneTrainLoader(list_scenes(root, find_layout(root), "train"), data, plain, 64, *alone)
         listed = list_boxes(find_boxes(root, "train"), None)
-        boxes = BoxTrainLoader(listed, data, Detection(), side=SIDE, **common)
+        boxes = BoxTrainLoader(listed, data, Detection(), SIDE, *alone)
         with closing(scenes), closing(boxes):
             images.append([torch.cat([b.images for b in each.batches(0, 0)]) for each in (scenes, boxes)])
     for number, largest in ((0, 1.01), (1, 1.01)):

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from box_samples import kolmogorov, rank_alone
 from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED, SceneBatch
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
@@ -53,15 +54,9 @@ def write_scenes(folder: Path, sizes: list[tuple[int, int]]) -> SceneList:
 
 def batches(scenes: SceneList, settings: Segmentation, epochs: int = 1, **changes: Any) -> list[SceneBatch]:
     order = {"seed": 3, "rank": 0, "size": 1, "accumulation": 1} | changes
+    plain = Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     loader = SceneTrainLoader(
-        scenes,
-        Data(batch_size=4),
-        settings,
-        side=CROP,
-        device=torch.device("cpu"),
-        threads=2,
-        normalization=Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
-        order=OrderOfRank(**order),
+        scenes, Data(batch_size=4), settings, CROP, OrderOfRank(**order), rank_alone(plain)
     )
     with closing(loader):
         return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
@@ -130,14 +125,8 @@ def test_crops_are_distributed_as_the_reference_draws_them() -> None:
         expected.append((height, width, top, left))
     found = [(*plan.scaled, *plan.corner) for plan in plans]
     for ours, theirs in zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True):
-        assert distance(np.array(ours), np.array(theirs)) < 0.04
+        assert kolmogorov(np.array(ours), np.array(theirs)) < 0.04
     assert 0.47 < np.mean([plan.flip for plan in plans]) < 0.53
-
-
-def distance(first: NDArray[Any], second: NDArray[Any]) -> float:
-    values = np.union1d(first, second)
-    shares = [np.searchsorted(np.sort(each), values, side="right") / len(each) for each in (first, second)]
-    return float(np.abs(shares[0] - shares[1]).max())
 
 
 def test_crops_of_one_class_are_drawn_again() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from horovod_volo.cluster.world import World
+from horovod_volo.config.recipe import assemble
 from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine import loop

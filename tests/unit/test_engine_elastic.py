@@ -15,8 +15,8 @@ from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weight
 from horovod_volo.cluster.collectives import Collectives, RankLostError
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import AllRanksError, World
+from horovod_volo.config.recipe import assemble
 from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.run import ElasticRun, Reached, describe
 from horovod_volo.engine.callbacks import Callback

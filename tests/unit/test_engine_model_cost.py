@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from horovod_volo.config.values import assemble
+from horovod_volo.config.recipe import assemble
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.model_cost import PASSES, block_of, count_cost
 from horovod_volo.engine.task import Network

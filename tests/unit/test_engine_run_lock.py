@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.values import assemble
+from horovod_volo.config.recipe import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger import LedgerCallback

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from horovod_volo.config.values import assemble
+from horovod_volo.config.recipe import assemble
 from horovod_volo.engine.run import end_message
 
 CHECKOUT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
 from torch import nn
 
+from horovod_volo.config.schema import Model
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.backbones import build_backbone
 from horovod_volo.dense.upernet import HEADS, UperNet, fitted_weights
@@ -17,9 +19,16 @@ from horovod_volo.models.timm_api import create_model
 from horovod_volo.models.weights import load_fitted
 
 
-def build(name: str, img_size: int = 64, **changes: Any) -> UperNet:
-    settings: dict[str, Any] = {"num_classes": 5, "drop_path": 0.0, "neck": "lvvit", "width": 16}
-    return UperNet(name, img_size=img_size, auxiliary_width=16, **settings | changes)
+def build(
+    name: str,
+    img_size: int = 64,
+    *,
+    neck: Literal["lvvit", "pyramid"] = "lvvit",
+    classes: int = 5,
+    drop_path: float = 0.0,
+) -> UperNet:
+    model = Model(model=name, img_size=img_size, drop_path=drop_path)
+    return UperNet(model, Segmentation(neck=neck, head_width=16, auxiliary_width=16), classes)
 
 
 def test_the_heads_have_mmsegmentations_names() -> None:
@@ -49,7 +58,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 def test_volos_maps_are_timms() -> None:
     torch.manual_seed(0)
     theirs = create_model("volo_d1_224", features_only=True, out_indices=(0, 1, 2, 3)).eval()
-    ours = build_backbone("volo_d1", img_size=224, drop_path=0.0, grad_checkpoint=False, stages="all").eval()
+    ours = build_backbone(Model(model="volo_d1")).eval()
     weights = theirs.state_dict()
     ours.load_state_dict({name: weights[f"model.{name}"] for name in ours.state_dict()})
     images = torch.randn(1, 3, 224, 224)
@@ -73,15 +82,7 @@ def test_another_size_resizes_the_position_embedding(name: str) -> None:
     with torch.no_grad():
         assert torch.allclose(small(images), large(images), atol=1e-5)
         assert not torch.allclose(build(name, 96).eval()(images), large(images), atol=1e-3)
-
-
-def test_sides_need_not_be_multiples_of_16() -> None:
-    network = build("volo_demo").eval()
-    with torch.no_grad():
-        logits = network(torch.randn(1, 3, 50, 85))
-        padded = network(torch.nn.functional.pad(torch.zeros(1, 3, 64, 96), (0, 0)))
-    assert logits.shape == (1, 5, 16, 24)
-    assert padded.shape == logits.shape
+        assert small(images[:, :, :50, :85]).shape == (1, 5, 16, 24)  # sides need not be multiples of 16
 
 
 def test_weights_of_classification_begin_the_backbone() -> None:
@@ -110,12 +111,9 @@ def test_weights_under_hugging_faces_names_load() -> None:
     assert fresh == []
     for name, tensor in network.state_dict().items():
         assert torch.equal(tensor, source.state_dict()[name])
-
-
-def test_weights_for_other_classes_keep_all_but_the_classifiers() -> None:
-    source, network = build("volo_demo", num_classes=9), build("volo_demo")
-    weights, fresh, _ = fitted_weights(network, source.state_dict())
-    messages = load_fitted(network, weights, "here", heads=HEADS, fresh=fresh)
+    # Those for other classes give all but the classifiers.
+    other, fresh, _ = fitted_weights(network, build("volo_demo", classes=9).state_dict())
+    messages = load_fitted(network, other, "here", heads=HEADS, fresh=fresh)
     assert "the weights are for 9 classes, the images have 5" in " ".join(messages)
     damaged = {name: tensor for name, tensor in weights.items() if "fpn_bottleneck" not in name}
     with pytest.raises(UserError, match="parameters 6 missing"):
@@ -140,9 +138,7 @@ def test_a_network_of_timm_with_four_strides_needs_no_neck() -> None:
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224"])
 def test_networks_of_timm_begin_with_weights_of_classification(name: str) -> None:
     """At another size than theirs, and with sides that differ."""
-    network = UperNet(
-        name, img_size=96, num_classes=5, drop_path=0.1, neck="pyramid", width=16, auxiliary_width=16
-    )
+    network = build(name, 96, neck="pyramid", drop_path=0.1)
     given = create_model(name).state_dict()
     fitted, fresh, _ = fitted_weights(network, given)
     own = {key for key in network.state_dict() if key.startswith("backbone.")}

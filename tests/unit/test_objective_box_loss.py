@@ -98,16 +98,12 @@ def test_the_loss_is_computed_in_fp32(dtype: torch.dtype) -> None:
     loss.total.backward()
     assert values.grad is not None
     assert values.grad.dtype == dtype
-
-
-def test_extreme_logits_give_a_finite_loss_and_gradient() -> None:
-    values, logits = random_outputs(2, seed=10)
-    logits = (logits.sign() * 6e4).half().requires_grad_()
-    loss = detection_loss(values, logits, random_targets([4, 2], seed=11))
+    extreme = (logits.detach().sign() * 6e4).half().requires_grad_()
+    loss = detection_loss(values, extreme, targets)
     loss.total.backward()
     assert loss.total.isfinite()
-    assert logits.grad is not None
-    assert logits.grad.isfinite().all()
+    assert extreme.grad is not None
+    assert extreme.grad.isfinite().all()
 
 
 def test_the_loss_is_computed_without_a_synchronization() -> None:

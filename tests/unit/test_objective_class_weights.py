@@ -12,7 +12,7 @@ import torch
 from test_objective_loss import BATCH, BOX, CLASSES, SIDE, TEACHER, labels_with_maps, random_logits
 from torch import Tensor
 
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective.loss import ClassWeights, build_loss, read_class_weights

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.models import timm_api  # noqa: F401  # before timm, which imports torchvision

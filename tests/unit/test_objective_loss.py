@@ -12,7 +12,7 @@ from largest_tensor import LargestTensor
 from torch import Tensor
 
 from horovod_volo.bench.comparison import peak_extra_bytes
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import LabelMaps, Labels
 from horovod_volo.objective.label_map import Geometry
 from horovod_volo.objective.loss import LossParts, build_loss

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_volo.config.objective_settings import Objective
-from horovod_volo.config.values import setting_of_training
+from horovod_volo.config.schema import setting_of_training
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.engine.callbacks import build_plugin_callbacks
@@ -49,10 +49,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 MODEL = """
 from torch import nn
-from horovod_volo.models.registry import MODELS, registered_models
-from horovod_volo.objective.loss import LOSSES, build_loss
-from horovod_volo.optim.build import OPTIMIZERS, check_optimizer
-from horovod_volo.optim.schedule import SCHEDULES
 from horovod_volo.plugins import ModelSpec, register_model
 def build(*, img_size, num_classes, drop_path, aux_head):
     return nn.Linear(3, num_classes)
@@ -86,6 +82,7 @@ def test_an_installed_entry_point_is_imported_without_a_flag(folder: Path) -> No
     assert "installed" in registered_models()
     (info / "entry_points.txt").write_text("[horovod_volo.plugins]\nmine = gone_plugin\n")
     assert "The installed plugin mine (gone_plugin): there is no module 'gone_plugin'." in refusal("")
+    assert "there is no module 'gone'" in refusal("gone.inside")
 
 
 @pytest.mark.parametrize(
@@ -109,18 +106,11 @@ def test_a_module_that_cannot_be_imported_is_one_message(
     assert "two" not in text or "bad_plugin.py, line 2)" in text
 
 
-def test_the_missing_package_of_a_module_is_named() -> None:
-    assert "there is no module 'gone'" in refusal("gone.inside")
-
-
-def test_existing_names_are_not_replaced() -> None:
+def test_existing_names_are_not_replaced_and_of_unknown_ones_the_nearest_is_named() -> None:
     with pytest.raises(UserError, match="The loss 'soft-target' exists already"):
         register_loss("soft-target", lambda *_: build_loss(Objective(), 2, 1))
     with pytest.raises(UserError, match="The optimizer 'sgd' exists already"):
         register_optimizer("sgd", torch.optim.SGD, state_keys=())
-
-
-def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"Did you mean soft-target\?"):
         LOSSES.find("soft-tagret")
     with pytest.raises(UserError, match=r"Did you mean adamw\? --opt takes adamw, "):
