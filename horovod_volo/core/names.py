@@ -28,6 +28,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "evaluation": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.evaluate"),
     "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.export"),
     "kind of data to pack": {"images with masks": "horovod_volo.dense.scene_shards"},
+    "image decoder": {"pillow": "horovod_volo.data.pillow_pipeline"},
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
     "model": dict.fromkeys(("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"), "horovod_volo.models.lvvit"),
     "optimizer": {

@@ -10,7 +10,7 @@ import torch
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
-from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
+from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION
 from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import find_boxes, list_boxes
 from horovod_volo.dense.pictures import EvaluationPictures

@@ -10,7 +10,7 @@ import torch
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
-from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
+from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION
 from horovod_volo.dense.mean_iou import SceneEvaluation
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.dense.scene_list import find_layout, list_scenes

@@ -17,9 +17,8 @@ from horovod_volo.data import train_transform
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
-from horovod_volo.data.pipeline import build_train_pipeline, resizing_inputs
-from horovod_volo.data.prefetcher import BatchPrefetcher
-from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.data.image_decoder import build_train_pipeline, resizing_inputs
+from horovod_volo.data.prefetcher import BatchPrefetcher, ImageThreadPool
 from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
 
 SIDE, IMAGES = 64, 12

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.data.prefetcher import ImageThreadPool
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ Invariant: a class's number is its position in `classes`. Weights, label maps an
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,13 +26,48 @@ from horovod_volo.data.images.catalog_file import (
     OpenFile,
     open_file,
 )
-from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
-from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.listing import list_images
 from horovod_volo.data.images.split_folder import HeldOut, Split, SplitFolder, find_split, shortened
 from horovod_volo.data.images.tar_shards import ShardReader, tar_samples
+from horovod_volo.data.reading import START_BYTES, ending_of
 
 SHARDS_OPEN = 64
+
+
+class ImageList(ABC):
+    """The images of a split, in a fixed order, with their classes."""
+
+    classes: tuple[str, ...]
+    targets: NDArray[np.int32]  # (images,) positions in `classes`
+    digest: str  # identifies the images and their order: a resumed run must share it
+    source: str  # where the images are, for messages
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return "CLASS/NAME", which is unique."""
+
+    @abstractmethod
+    def location(self, index: int) -> str:
+        """Return where an image is, for messages."""
+
+    @abstractmethod
+    def read(self, index: int) -> NDArray[np.uint8]:
+        """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
+
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:  # noqa: B027  # most lists have no need of it
+        """Begin to read images that are needed soon, if that saves time."""
+
+    def number_as(self, classes: tuple[str, ...]) -> None:
+        """Number the classes by their positions among `classes`, which has all of them."""
+        number_of = {name: number for number, name in enumerate(classes)}
+        numbers = np.array([number_of[name] for name in self.classes], np.int32)
+        self.targets, self.classes = numbers[self.targets], classes
+
+    def close(self) -> None:  # noqa: B027
+        """Close all files."""
 
 
 class Catalog(ImageList):

@@ -36,6 +36,7 @@ READ_BYTES = 2**22  # at a time
 # How the bytes of an image are stored: as a file, or as a range of a shard. IN_PARTS is a record of RecordIO
 # that is stored in several parts; only earlier versions listed such shards.
 AS_FILE, IN_SHARD, IN_PARTS = range(3)
+Label = int | str  # class number or name
 
 
 class CatalogEntry(NamedTuple):

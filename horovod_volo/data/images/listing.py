@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog_file import STATE_BYTES, CatalogWriter
-from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
-from horovod_volo.data.images.image_list import Label
+from horovod_volo.data.images.catalog_file import STATE_BYTES, CatalogWriter, Label
 from horovod_volo.data.images.split_folder import (
     CLASSES_FILE,
     PUBLISHED_CATALOG,
@@ -28,6 +26,7 @@ from horovod_volo.data.images.split_folder import (
     visible,
 )
 from horovod_volo.data.images.tar_shards import ShardReader, ShardSample, check_name, tar_samples
+from horovod_volo.data.reading import IMAGE_ENDINGS
 
 SAMPLES_AT_A_TIME = 8192
 ReadShard = Callable[[str], Iterator[ShardSample]]  # by the name of the shard

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog_file import OpenFile, open_file
-from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
-from horovod_volo.data.images.image_list import Label
+from horovod_volo.data.images.catalog_file import Label, OpenFile, open_file
+from horovod_volo.data.reading import IMAGE_ENDINGS
 
 INDEX_VERSION = "v1.2"
 MASK_ENDING = ".mask.png"  # of what follows an image for segmentation

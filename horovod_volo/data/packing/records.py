@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from horovod_volo.data.images.catalog import Catalog, in_folder, open_catalog
-from horovod_volo.data.images.catalog_file import open_file
-from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
-from horovod_volo.data.images.image_list import Label
+from horovod_volo.data.images.catalog_file import Label, open_file
 from horovod_volo.data.images.split_folder import Format, Split, find_split
 from horovod_volo.data.images.tar_shards import ShardReader, ShardSample, damaged
+from horovod_volo.data.reading import START_BYTES, ending_of
 
 _IMAGE, _LABEL, _CLASS, _NAME = (
     b"image/encoded",
