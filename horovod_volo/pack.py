@@ -164,7 +164,7 @@ def _progress(split: str) -> ThroughputLine:
 
 
 def _publish_catalogs(folder: Path) -> None:
-    from horovod_volo.data.images.listing import publish_catalog
+    from horovod_volo.data.packing.manifest import publish_catalog
 
     for split in SPLITS:
         try:

@@ -21,6 +21,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, Labels, TrainBatch, copy_async
 from horovod_volo.core.center_crop import resized_shapes, view_corners
 from horovod_volo.core.errors import BadSampleError
+from horovod_volo.data.augmentation.apply_ops import parts_needed
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.label_map_ops import (
     LabelMap,
@@ -28,7 +29,6 @@ from horovod_volo.data.augmentation.label_map_ops import (
 )
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
-from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.image_decoder import (
     IMAGENET_NORMALIZATION,

@@ -22,8 +22,7 @@ from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.geometric_ops import FILL, rotate_by_torch
 from horovod_volo.data.augmentation.label_map_ops import warp_maps
 from horovod_volo.data.augmentation.operations import source_matrices
-from horovod_volo.data.augmentation.policy import draw_operations, parse_policy
-from horovod_volo.data.augmentation.rand_augment import Operations, draw_rand_augment
+from horovod_volo.data.augmentation.policy import Operations, draw_operations, draw_rand_augment, parse_policy
 from horovod_volo.data.augmentation.random_erasing import NOISE_LENGTH, Eraser, Erasures, draw_erasures
 
 SIDE = 96

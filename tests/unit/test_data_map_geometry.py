@@ -24,8 +24,7 @@ from horovod_volo.data.augmentation import label_map_ops
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.policy import draw_operations
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.objective.label_map import map_targets
 from horovod_volo.objective.soft_target import SoftTarget

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from horovod_volo.data.augmentation.auto_augment import POLICIES
 from numpy.typing import NDArray
 from PIL import Image
 from pillow_augment import apply_operations
@@ -19,10 +20,8 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
-from horovod_volo.data.augmentation.auto_augment import POLICIES
 from horovod_volo.data.augmentation.color_ops import gaussian_blur
-from horovod_volo.data.augmentation.policy import draw_operations, parse_policy
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.policy import Operations, draw_operations, parse_policy
 from horovod_volo.models.timm_api import allow_posterize_to_no_bits
 
 DRAWS = 6000

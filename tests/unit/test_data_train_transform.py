@@ -15,8 +15,7 @@ from published_augment import FILL, NAMES, timm_augment
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.label_map_ops import warp_maps
-from horovod_volo.data.augmentation.policy import draw_operations
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.images.catalog import build_catalog
 

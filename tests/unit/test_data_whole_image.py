@@ -20,11 +20,10 @@ from pillow_augment import augmented_by_pillow
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data import loader as loader_module
 from horovod_volo.data.augmentation import operations as ops
+from horovod_volo.data.augmentation.apply_ops import Parts, augment_part, parts_needed
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.policy import draw_operations
-from horovod_volo.data.augmentation.rand_augment import Operations
-from horovod_volo.data.augmentation.whole_image import Parts, augment_part, parts_needed
+from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 
 SEED, EPOCH, SIDE, IMAGES = 5, 1, 64, 12

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.rng import Purpose, uniforms_of_samples
-from horovod_volo.data.augmentation.rand_augment import interpolations
+from horovod_volo.data.augmentation.policy import interpolations
 
 AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
 

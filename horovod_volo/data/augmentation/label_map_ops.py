@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from horovod_volo.core.batch import LabelMaps
 from horovod_volo.data.augmentation.crop_flip import CropFlip, relative_boxes
 from horovod_volo.data.augmentation.operations import GEOMETRIC, source_matrices
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.policy import Operations
 from horovod_volo.token_labels.published_maps import flipped
 
 ROUNDING = 1e-6  # of float32 near 1

@@ -15,8 +15,8 @@ from PIL import Image
 
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
-from horovod_volo.data.images.listing import publish_catalog
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, Format, Split
+from horovod_volo.data.packing.manifest import publish_catalog
 from horovod_volo.data.packing.packed_split import (
     WORK,
     Progress,
