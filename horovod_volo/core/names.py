@@ -33,6 +33,7 @@ EXTRAS: dict[str, dict[str, str]] = {
         "tar": "horovod_volo.data.images.tar_shards",
         **dict.fromkeys(("tfrecord", "recordio"), "horovod_volo.data.packing.records"),
     },
+    "format of label maps": {"published": "horovod_volo.token_labels.published_maps"},
     "augmentation policy": dict.fromkeys(
         ("original", "originalr", "v0", "v0r", "3a", "augmix"),
         "horovod_volo.data.augmentation.further_policies",

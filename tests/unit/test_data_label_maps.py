@@ -8,8 +8,9 @@ import torch
 from label_samples import catalog_of, publish, published_map, save
 
 from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.augmentation.label_map_ops import flipped
 from horovod_volo.token_labels.keys import label_key
-from horovod_volo.token_labels.published_maps import PublishedMaps, flipped, read_published_map
+from horovod_volo.token_labels.published_maps import PublishedMaps, read_published_map
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_images_that_share_a_map_are_refused(tmp_path):
 def test_flips_reverse_rows_and_columns(horizontal, vertical):
     ids = np.arange(2 * 3 * 4, dtype=np.int32).reshape(2, 3, 4)
     scores = (ids / 2).astype(np.float16)
-    flipped_scores, flipped_ids = flipped(scores, ids, horizontal, vertical)
+    flipped_scores, flipped_ids = flipped((scores, ids), horizontal, vertical)
     for k, row, column in np.ndindex(2, 3, 4):
         source = (k, 2 - row if vertical else row, 3 - column if horizontal else column)
         assert flipped_ids[k, row, column] == ids[source]

@@ -12,7 +12,6 @@ from horovod_volo.core.batch import LabelMaps
 from horovod_volo.data.augmentation.crop_flip import CropFlip, relative_boxes
 from horovod_volo.data.augmentation.operations import GEOMETRIC, source_matrices
 from horovod_volo.data.augmentation.policy import Operations
-from horovod_volo.token_labels.published_maps import flipped
 
 ROUNDING = 1e-6  # of float32 near 1
 LabelMap = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # scores and ids, (k, height, width)
@@ -29,7 +28,7 @@ def augmented_maps(
 ) -> LabelMaps:
     """Flip and warp label maps as their images of these `sizes` are; `covered` are the parts they cover."""
     flips = zip(crop_flip.flip_horizontal, crop_flip.flip_vertical, strict=True)
-    turned = [flipped(*label_map, *flip) for label_map, flip in zip(maps, flips, strict=True)]
+    turned = [flipped(label_map, *flip) for label_map, flip in zip(maps, flips, strict=True)]
     scores, ids = (np.stack(each) for each in zip(*turned, strict=True))  # (batch, k, height, width) each
     boxes = crop_flip.fractions(sizes, covered)
     covered_by_result = covered_after_warp(boxes, operations.geometric)
@@ -38,6 +37,12 @@ def augmented_maps(
     boxes = relative_boxes(boxes, covered_by_result)
     reach = max(1.0, float(boxes[:, 2:].max()))
     return LabelMaps(torch.from_numpy(scores), torch.from_numpy(ids), torch.from_numpy(boxes), reach)
+
+
+def flipped(label_map: LabelMap, horizontal: bool, vertical: bool) -> LabelMap:
+    """Flip a map together with its image."""
+    flip = (slice(None), slice(None, None, -1 if vertical else 1), slice(None, None, -1 if horizontal else 1))
+    return label_map[0][flip], label_map[1][flip]
 
 
 def covered_after_warp(boxes: NDArray[np.float32], geometric: NDArray[np.bool_]) -> NDArray[np.float32]:

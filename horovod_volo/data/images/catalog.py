@@ -22,7 +22,6 @@ from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.data.images.catalog_file import (
     AS_FILE,
-    IN_PARTS,
     STATE_BYTES,
     CatalogEntry,
     CatalogFile,
@@ -139,8 +138,6 @@ class Catalog(ImageList):
             # A string, because Path interns every name in the interpreter's table.
             with open(f"{self.source}/{self.name(index)}", "rb", buffering=0) as file:  # noqa: PTH123
                 return file.read()
-        if entry.form == IN_PARTS:
-            raise ValueError("is a RecordIO record in several parts; convert such shards by `pack --from`")
         encoded = self._range_of_shard(entry)
         if len(encoded) < entry.length:
             raise ValueError("cannot be read: the shard has been cut short")
