@@ -144,17 +144,6 @@ def test_two_images_of_one_name_are_refused(tmp_path):
         train(tmp_path)
 
 
-@INDEX
-def test_a_truncated_tar_shard_is_refused_at_the_start(tmp_path, index):
-    shard = tmp_path / "train/0.tar"
-    write_tar(shard, tar_members())
-    if index:
-        write_tar_index(shard)
-    os.truncate(shard, 1500)
-    with pytest.raises(UserError, match=r"0.idx does not fit|0.tar cannot be read to its end"):
-        train(tmp_path)
-
-
 def write_many(shard):
     """Write 20 images; return the position of each header, and the first byte after the last member."""
     members = [

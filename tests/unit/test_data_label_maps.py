@@ -9,20 +9,7 @@ from label_samples import catalog_of, publish, published_map, save
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.augmentation.label_map_ops import flipped
-from horovod_volo.token_labels.keys import label_key
 from horovod_volo.token_labels.published_maps import PublishedMaps, read_published_map
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("n01/n01_12.JPEG", "n01/n01_12"),
-        ("a.b/photo.final.png", "a.b/photo"),
-        ("a/plain.jpg", "a/plain"),
-    ],
-)
-def test_a_key_ends_at_the_first_dot_of_the_file_name(name, key):
-    assert label_key(name) == key
 
 
 def test_maps_are_read_by_key_as_saved(tmp_path):
@@ -71,11 +58,6 @@ def test_flips_reverse_rows_and_columns(horizontal, vertical):
         source = (k, 2 - row if vertical else row, 3 - column if horizontal else column)
         assert flipped_ids[k, row, column] == ids[source]
         assert flipped_scores[k, row, column] == scores[source]
-
-
-def test_a_missing_map_is_reported(tmp_path):
-    with pytest.raises(BadSampleError, match=r"no label map .*a/1\.pt"):
-        read_published_map(tmp_path / "a" / "1.pt", 1000)
 
 
 @pytest.mark.parametrize("length", [0, 10, 300])

@@ -129,35 +129,31 @@ class LooseImages:
 
 
 def _encoded(image: Any, location: str) -> Encoded:
+    """Return an image as the bytes of a file; pixels become PPM."""
     try:
-        found = encode(image)
+        if isinstance(image, str | os.PathLike):
+            image = Path(image).read_bytes()
+        if isinstance(image, bytes | bytearray | memoryview):
+            found = np.frombuffer(image, dtype=np.uint8)
+        elif isinstance(image, Image.Image):
+            found = to_ppm(image)
+        else:
+            found = _encoded_pixels(image, location)
     except UNDECODABLE as error:
         raise BadSampleError(f"{location} cannot be read: {error}") from error
-    if found is None:
-        raise UserError(f"the image of {location} is {_described(image)}, not {_WANTED}.")
     if not len(found):
         raise BadSampleError(f"{location} is empty")
     return found
 
 
-def encode(image: Any) -> Encoded | None:
-    """Return an image as the bytes of a file; None if it is none. Pixels become PPM."""
-    if isinstance(image, bytes | bytearray | memoryview):
-        return np.frombuffer(image, dtype=np.uint8)
-    if isinstance(image, str | os.PathLike):
-        return np.frombuffer(Path(image).read_bytes(), dtype=np.uint8)
-    if isinstance(image, Image.Image):
-        return to_ppm(image)
+def _encoded_pixels(image: Any, location: str) -> Encoded:
     pixels = np.asarray(image)
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
-        return None
-    if pixels.ndim == 3 and pixels.shape[2] not in (1, 3):
-        return None
+    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3))):
+        raise UserError(f"the image of {location} is {_described(image)}, not {_WANTED}.")
     if not pixels.size:
         raise ValueError("it has no pixels")
-    return to_ppm(
-        Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else np.ascontiguousarray(pixels))
-    )
+    plane = pixels[..., 0] if pixels.shape[2:] == (1,) else np.ascontiguousarray(pixels)
+    return to_ppm(Image.fromarray(plane))
 
 
 class HuggingFaceSamples:
