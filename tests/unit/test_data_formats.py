@@ -6,11 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from shard_writers import (
-    picture,
-    write_tar,
-    write_tar_index,
-)
+from shard_writers import picture, write_tar, write_tar_index
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import build_catalog

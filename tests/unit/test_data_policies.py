@@ -183,7 +183,7 @@ def test_mixing_is_drawn_as_timms() -> None:
         assert abs(np.corrcoef(mixing.weights[:, 0], mixing.shares)[0, 1]) < 0.06
 
 
-@pytest.mark.parametrize("policy", ["v0", "3a", AUGMIX, "augmix"])
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "v0", "3a", AUGMIX, "augmix"])
 def test_a_draw_does_not_depend_on_the_rest_of_its_batch(policy: str) -> None:
     settings = Data(aa=policy)
     whole = draw_operations(7, 3, np.arange(50), settings).of(slice(31, 32))

@@ -42,23 +42,20 @@ class CropFlip:
         """Map boxes (batch, 4) in the flipped image to the stored image, which the decoder crops."""
         return self._mirrored(boxes, sizes).astype(np.int32)
 
-    def fractions(
-        self, sizes: NDArray[np.int64], covered: NDArray[np.float64] | None = None
-    ) -> NDArray[np.float32]:
-        """Return the boxes as fractions of the flipped image, or of the part of it that label maps cover.
+    def fractions(self, sizes: NDArray[np.int64], covered: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Return the boxes as fractions of the part of the flipped image that label maps cover.
 
         `covered` (batch, 4) is top, left, height and width of that part, as fractions of the stored image.
         Where a box exceeds the part, the result is below 0 or above 1.
         """
-        boxes = self.boxes / np.tile(sizes, 2)  # (batch, 4)
-        if covered is not None:
-            boxes = relative_boxes(boxes, self._mirrored(covered, np.ones(2)))
-        return boxes.astype(np.float32)
+        return self._relative(self.boxes / np.tile(sizes, 2), covered)
 
     def whole_images(self, covered: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return the boxes of whole images as fractions of the part that label maps cover, (batch, 4)."""
-        whole = np.tile([0.0, 0.0, 1.0, 1.0], (len(covered), 1))
-        return relative_boxes(whole, self._mirrored(covered, np.ones(2))).astype(np.float32)
+        return self._relative(np.tile([0.0, 0.0, 1.0, 1.0], (len(covered), 1)), covered)
+
+    def _relative(self, boxes: NDArray[np.float64], covered: NDArray[np.float64]) -> NDArray[np.float32]:
+        return relative_boxes(boxes, self._mirrored(covered, np.ones(2))).astype(np.float32)
 
     def _mirrored(self, boxes: NDArray[Any], extents: NDArray[Any]) -> NDArray[Any]:
         """Mirror boxes (batch, 4) as the images of these heights and widths (batch, 2) are flipped."""

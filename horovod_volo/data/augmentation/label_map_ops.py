@@ -32,7 +32,9 @@ def augmented_maps(
     scores, ids = (np.stack(each) for each in zip(*turned, strict=True))  # (batch, k, height, width) each
     boxes = crop_flip.fractions(sizes, covered)
     covered_by_result = covered_after_warp(boxes, operations.geometric)
-    regions, region_sizes = (crop_flip.whole_images(covered), sizes) if on_whole_images else (boxes, 1.0)
+    regions, region_sizes = boxes, np.ones_like(sizes)  # a crop is a square when it is warped
+    if on_whole_images:
+        regions, region_sizes = crop_flip.whole_images(covered), sizes
     scores, ids = warp_maps(scores, ids, regions, operations, region_sizes, covered_by_result)
     boxes = relative_boxes(boxes, covered_by_result)
     reach = max(1.0, float(boxes[:, 2:].max()))
@@ -65,16 +67,16 @@ def warp_maps(
     ids: NDArray[np.integer[Any]],
     regions: NDArray[np.float32],
     operations: Operations,
-    sizes: NDArray[Any] | float = 1.0,
-    covered: NDArray[np.float32] | None = None,
+    sizes: NDArray[Any],
+    covered: NDArray[np.float32],
 ) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
     """Return flipped label maps, warped as the geometric operations warp their flipped images.
 
     scores, ids  (batch, k, height, width)
     regions      (batch, 4) top, left, height, width of what is warped, the crop or the whole image, as
                  fractions of the map
-    sizes        (batch, 2) height and width of the region when it is warped, in any unit; 1.0: a square
-    covered      (batch, 4) what the returned map covers, as fractions of the given one; None: the same
+    sizes        (batch, 2) height and width of the region when it is warped, in any unit
+    covered      (batch, 4) what the returned map covers, as fractions of the given one
 
     Outside a map its nearest cell is used. A cell whose source is outside the region, where pixels get FILL,
     gets logits of 0.
@@ -85,16 +87,13 @@ def warp_maps(
     scores, ids = scores.copy(), ids.copy()
     height, width = scores.shape[2:]
     corner, fraction = regions[rows, 1::-1, None], regions[rows, :1:-1, None]  # (warped, 2, 1): x, then y
-    shapes = np.broadcast_to(np.asarray(sizes, dtype=np.float64), (len(scores), 2))[rows]
+    shapes = sizes[rows].astype(np.float64)
     extent = shapes[:, ::-1, None]  # (warped, 2, 1): x, then y
     cells = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=0).reshape(2, -1)  # x, y
     grid = np.array([[[width], [height]]])
-    points = (cells + 0.5) / grid  # (1, 2, cells) fractions of the result
-    cells_in_map = grid  # cells of the result per width and height of the given map
-    if covered is not None:
-        covered_corner, covered_fraction = covered[rows, 1::-1, None], covered[rows, :1:-1, None]
-        points = covered_corner + covered_fraction * points  # (warped, 2, cells) fractions of the given map
-        cells_in_map = grid / covered_fraction
+    covered_corner, covered_fraction = covered[rows, 1::-1, None], covered[rows, :1:-1, None]
+    points = covered_corner + covered_fraction * ((cells + 0.5) / grid)  # (warped, 2, cells) in the given map
+    cells_in_map = grid / covered_fraction  # cells of the result per width and height of the given map
     points = (points - corner) * (extent / fraction)  # (warped, 2, cells) in the region, in units of `sizes`
     slack = 0.5 * extent / (fraction * cells_in_map)  # half a cell: those on the edge are inside
     known = np.ones((len(rows), points.shape[2]), dtype=np.bool_)

@@ -27,14 +27,7 @@ from horovod_volo.data.packing.packed_split import (
     pack_split,
 )
 from horovod_volo.data.packing.records import list_records, open_records
-from horovod_volo.data.reading import (
-    IMAGE_ENDINGS,
-    START_BYTES,
-    UNDECODABLE,
-    ending_of,
-    open_image,
-    to_rgb,
-)
+from horovod_volo.data.reading import IMAGE_ENDINGS, START_BYTES, UNDECODABLE, ending_of, open_image, to_rgb
 from horovod_volo.data.sampler import packing_order
 
 _DRAFT_SCALE = 8  # decoding a JPEG at 1/8 scale is fast and still reads the whole file
