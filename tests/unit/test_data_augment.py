@@ -17,6 +17,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import color_ops
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
+from horovod_volo.data.augmentation.further_policies import GAUSSIAN_BLUR
 from horovod_volo.data.augmentation.geometric_ops import FILL, rotate_by_torch
 from horovod_volo.data.augmentation.operations import source_matrices
 from horovod_volo.data.augmentation.policy import (
@@ -48,7 +49,7 @@ ARGUMENTS = {
     ops.SHEAR_Y: -0.27,
     ops.TRANSLATE_X: -0.4,
     ops.TRANSLATE_Y: 0.4,
-    ops.GAUSSIAN_BLUR: 1.7,
+    GAUSSIAN_BLUR: 1.7,
 }
 
 

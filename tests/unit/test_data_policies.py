@@ -19,7 +19,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
-from horovod_volo.data.augmentation.color_ops import gaussian_blur
+from horovod_volo.data.augmentation.further_policies import GAUSSIAN_BLUR, gaussian_blur
 from horovod_volo.data.augmentation.policy import POLICIES, Operations, draw_operations, parse_policy
 from horovod_volo.models.timm_api import allow_posterize_to_no_bits
 
@@ -27,7 +27,7 @@ DRAWS = 6000
 KINDS = {name: kind for kind, name in NAMES.items()} | {
     kind.name: kind for kind in ops.OPERATIONS.values()
 }  # by all of timm's names
-KINDS |= {"PosterizeOriginal": ops.POSTERIZE, "Desaturate": ops.COLOR, "GaussianBlurRand": ops.GAUSSIAN_BLUR}
+KINDS |= {"PosterizeOriginal": ops.POSTERIZE, "Desaturate": ops.COLOR, "GaussianBlurRand": GAUSSIAN_BLUR}
 AUGMIX = "augmix-m5-w4-d2"
 AUTO_AUGMENT = ("original", "originalr", "v0", "v0r", "3a")
 
@@ -123,7 +123,7 @@ def test_a_blur_is_pillows_to_one_level(radius: float) -> None:
     assert difference.max() <= 1
     assert difference.float().mean() < 0.001
     # A pixel depends on no other that is farther away than the operation says.
-    reach = ops.GAUSSIAN_BLUR.neighbors
+    reach = GAUSSIAN_BLUR.neighbors
     part = gaussian_blur(as_batch([noise[:, 20:]]), torch.tensor([radius]))
     assert torch.equal(part[0, :, :, reach:], ours[0, :, :, 20 + reach :])
 
@@ -131,7 +131,7 @@ def test_a_blur_is_pillows_to_one_level(radius: float) -> None:
 def test_three_augment_ends_with_color_jitter() -> None:
     drawn = draw_operations(0, 0, np.arange(300), Data(aa="3a", color_jitter=0.3))
     assert drawn.kinds.shape == (300, 4)
-    assert set(drawn.kinds[:, 0]) == {int(ops.SOLARIZE), int(ops.COLOR), int(ops.GAUSSIAN_BLUR)}
+    assert set(drawn.kinds[:, 0]) == {int(ops.SOLARIZE), int(ops.COLOR), int(GAUSSIAN_BLUR)}
     jitter = draw_operations(0, 0, np.arange(300), Data(aa="", color_jitter=0.3))
     assert (drawn.kinds[:, 1:] == jitter.kinds).all()
     assert (drawn.arguments[:, 1:] == jitter.arguments).all()

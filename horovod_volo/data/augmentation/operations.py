@@ -57,7 +57,8 @@ class Operation(int):
         return entry
 
 
-def _no_argument(level: Floats, sign: Floats, increasing: bool) -> Floats:  # noqa: ARG001
+def no_argument(level: Floats, sign: Floats, increasing: bool) -> Floats:  # noqa: ARG001
+    """Return the argument of an operation that has none."""
     return np.zeros_like(level)
 
 
@@ -91,9 +92,9 @@ def _geometric(
 NONE = 0
 # RandAugment as timm has it and as the published runs used it. Draws are indices into this list.
 RAND_V1 = (
-    AUTO_CONTRAST := Operation(1, "AutoContrast", Kind.HISTOGRAM, _no_argument, color_ops.auto_contrast),
-    EQUALIZE := Operation(2, "Equalize", Kind.HISTOGRAM, _no_argument, color_ops.equalize),
-    INVERT := Operation(3, "Invert", Kind.COLOR, _no_argument, color_ops.invert),
+    AUTO_CONTRAST := Operation(1, "AutoContrast", Kind.HISTOGRAM, no_argument, color_ops.auto_contrast),
+    EQUALIZE := Operation(2, "Equalize", Kind.HISTOGRAM, no_argument, color_ops.equalize),
+    INVERT := Operation(3, "Invert", Kind.COLOR, no_argument, color_ops.invert),
     ROTATE := _geometric(4, "Rotate", 30, geometric_ops.rotate, geometric_ops.rotations),
     POSTERIZE := Operation(5, "Posterize", Kind.COLOR, _bits, color_ops.posterize),
     SOLARIZE := Operation(6, "Solarize", Kind.COLOR, _threshold, color_ops.solarize),
@@ -111,11 +112,7 @@ RAND_V1 = (
         15, "TranslateYRel", 0.45, geometric_ops.warp_along_y, geometric_ops.translations_y
     ),
 )
-# No list that draws by level has it.
-GAUSSIAN_BLUR = Operation(
-    16, "GaussianBlur", Kind.COLOR, _no_argument, color_ops.gaussian_blur, neighbors=color_ops.BLUR_REACH
-)
-OPERATIONS: dict[int, Operation] = {int(each): each for each in (*RAND_V1, GAUSSIAN_BLUR)}  # by number
+OPERATIONS: dict[int, Operation] = {int(each): each for each in RAND_V1}  # by number
 
 
 def named(names: str) -> tuple[Operation, ...]:
