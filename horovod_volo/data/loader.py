@@ -22,8 +22,7 @@ from horovod_volo.core.batch import NO_CLASS, EvalBatch, Labels, TrainBatch, cop
 from horovod_volo.core.center_crop import resized_shapes, view_corners
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.augmentation.apply_ops import parts_needed
-from horovod_volo.data.augmentation.crop_flip import draw_crops
-from horovod_volo.data.augmentation.label_map_ops import LabelMap, augmented_maps
+from horovod_volo.data.augmentation.crop_flip import LabelMap, augmented_maps, draw_crops
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.bad_samples import BadSampleTracker

@@ -14,7 +14,6 @@ from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.reading import decode_rgb
-from horovod_volo.labelling.check import probabilities
 from horovod_volo.monitor.pictures import (
     BACKGROUND,
     GREY,
@@ -27,6 +26,7 @@ from horovod_volo.monitor.pictures import (
 )
 from horovod_volo.token_labels.geometry import MapGeometry, describe_coverage
 from horovod_volo.token_labels.keys import label_key, names_of
+from horovod_volo.token_labels.probability import probabilities
 from horovod_volo.token_labels.source import open_labels
 from horovod_volo.token_labels.store import Maps
 

@@ -65,6 +65,15 @@ def test_the_store_contains_the_maps_of_the_files(tmp_path, catalog, source, key
     }
 
 
+def test_images_that_share_a_map_are_refused(tmp_path, catalog, source):
+    with_another = catalog_of(tmp_path, "b/1.y.jpg")
+    with pytest.raises(UserError, match=r"b/1\.x\.jpg and b/1\.y\.jpg in .* have the same label map"):
+        run_import(source, tmp_path / "s", with_another)
+    run_import(source, tmp_path / "s", catalog)
+    with pytest.raises(UserError, match=r"b/1\.x\.jpg and b/1\.y\.jpg in .* have the same label map"):
+        LabelStore(tmp_path / "s", with_another, None)
+
+
 def test_damage_is_reported_and_finished_shards_are_reused(tmp_path, catalog, source):
     save(published_map(height=7, classes=3), source / "a" / "1.pt")
     (source / "c" / "2.pt").unlink()

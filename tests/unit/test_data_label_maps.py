@@ -8,7 +8,7 @@ import torch
 from label_samples import catalog_of, publish, published_map, save
 
 from horovod_volo.core.errors import BadSampleError, UserError
-from horovod_volo.data.augmentation.label_map_ops import flipped
+from horovod_volo.data.augmentation.crop_flip import flipped
 from horovod_volo.token_labels.published_maps import PublishedMaps, read_published_map
 
 

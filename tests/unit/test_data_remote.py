@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
 from cache_process import BLOCK, read_all, used_bytes
-from image_loaders import train_loader
+from image_loaders import evaluated_images, train_loader
 from numpy.typing import NDArray
 from shard_writers import picture, write_tar
 
@@ -127,6 +128,22 @@ def test_each_announced_image_is_read_once_and_none_is_kept_for_ever(
         expected = catalog.read(7)
         catalog.read_ahead(np.array([7, 7, 8]))
         assert all((catalog.read(7) == expected).all() for _ in range(2))
+
+
+def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer) -> None:
+    with closing(remote(server, "val")) as catalog:
+        found, expected = (
+            evaluated_images(images, Data(batch_size=8))
+            for images in (catalog, build_catalog(str(packed), "val", None))
+        )
+        assert found.equal(expected)
+
+
+def test_without_a_cache_each_image_is_one_range(server: FolderServer) -> None:
+    with closing(remote(server)) as catalog:
+        listed = len(server.requests)
+        assert catalog.read(5).size == sum(length for _, _, length in server.requests[listed:])
+        assert len(server.requests) == listed + 1
 
 
 def test_blocks_are_kept_for_the_next_process_and_read_once(server: FolderServer, tmp_path: Path) -> None:
@@ -322,6 +339,17 @@ def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.M
     with pytest.raises(UserError, match=r"407 Proxy Auth.*https_proxy or http_proxy") as raised:
         shared_catalog("http://shards.test", "train", None, ALONE)
     assert "jane" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["my shards", "Straßenbäume", "100%25 #1"])
+def test_names_of_folders_are_quoted(server: FolderServer, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "served" / unquote(name)
+    folder.mkdir()
+    for split in ("train", "val"):
+        shutil.copytree(server.folder / split, folder / split)
+    address = name.replace("#", "%23")
+    with closing(shared_catalog(f"{server.address}/{address}", "train", None, ALONE)) as catalog:
+        assert len(content(catalog)) == 40
 
 
 def test_a_store_that_says_403_of_what_is_not_there(server: FolderServer) -> None:

@@ -66,3 +66,12 @@ def test_damaged_images_are_left_out_and_reported(folder, batch):
     for index, pixels in found.items():
         assert np.array_equal(pixels, whole[index])
     assert sorted(problem.split(".png")[0][-1] for problem in problems) == ["0", "3", "4", "8"]
+
+
+def test_only_damaged_images_give_no_batch(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for number in range(5):
+        (tmp_path / "train" / "a" / f"{number}.jpg").write_bytes(b"no image")
+    with opened(tmp_path) as images:
+        assert pixels_by_index(images, range(5)) == {}
+        assert len(images.problems) == 5

@@ -21,8 +21,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import Labels
 from horovod_volo.data import train_transform
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.data.augmentation.crop_flip import draw_crops
-from horovod_volo.data.augmentation.label_map_ops import warp_maps
+from horovod_volo.data.augmentation.crop_flip import draw_crops, warp_maps
 from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.image_decoder import build_train_pipeline, resizing_inputs
