@@ -58,13 +58,6 @@ def test_an_epoch_has_the_planned_draws(balance: float) -> None:
     assert places.std() > IMAGES / 5  # not in one place
 
 
-def test_every_image_of_a_frequent_class_comes_in_some_epoch() -> None:
-    seen = set()
-    for epoch in range(30):
-        seen |= set((balanced_order(0, epoch, TARGETS, 1.0) % IMAGES).tolist())
-    assert len(seen) == IMAGES
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return images of two classes, 2 and 14 of them."""
