@@ -29,6 +29,7 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog
 SEED, EPOCH, SIDE, IMAGES = 5, 1, 64, 12
 SETTINGS = Data(batch_size=IMAGES, hflip=0.5, vflip=0.5, reprob=0.0, randaugment_on="image")
 SIZES = [(160, 100), (97, 151), (64, 64), (210, 145)]  # width, height
+HISTOGRAM = tuple(each for each in ops.RAND_V1 if each.kind is ops.Kind.HISTOGRAM)
 Steps = tuple[tuple[ops.Operation, float], ...]
 ROTATE, SHIFT = (ops.ROTATE, -22.0), (ops.TRANSLATE_X, 0.3)
 SEQUENCES = [
@@ -112,13 +113,24 @@ def test_the_decoded_part_is_inside_the_image_and_no_larger_than_needed() -> Non
     assert (high <= sizes[:, None]).all()
     assert (parts.boxes[:, -1] == crops).all()
     whole = (parts.decoded[:, 2:] == sizes).all(axis=1)
-    counted = np.isin(operations.kinds[:, 0], ops.HISTOGRAM)
+    counted = np.isin(operations.kinds[:, 0], HISTOGRAM)
     assert whole[counted].all()
-    pointwise = ~np.isin(operations.kinds, (*ops.GEOMETRIC, *ops.HISTOGRAM, ops.SHARPNESS)).any(axis=1)
+    pointwise = ~np.isin(operations.kinds, (*ops.GEOMETRIC, *HISTOGRAM, ops.SHARPNESS)).any(axis=1)
     assert (parts.decoded[pointwise] == crops[pointwise]).all()
     decoded = (parts.decoded[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()
     cut = (crops[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()
     assert cut < decoded < 0.75
+
+
+def test_an_operation_of_a_plugin_counts_whole_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ops.Operation(1000, "Own", ops.Kind.HISTOGRAM, ops.no_argument, ops.EQUALIZE.function)
+    monkeypatch.setitem(ops.OPERATIONS, 1000, own)
+    crops, sizes, _ = random_crops(4)
+    found, expected = (
+        parts_needed(crops, sizes, operations_of(((kind, 0.0),), 4)) for kind in (own, ops.EQUALIZE)
+    )
+    assert (found.decoded == expected.decoded).all()
+    assert (found.decoded[:, 2:] == sizes).all()
 
 
 @pytest.mark.parametrize("policy", [SETTINGS.aa, "v0", "3a"])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from horovod_volo.core.batch import copy_async
 from horovod_volo.core.operators import kernel_of
-from horovod_volo.data.augmentation.operations import HISTOGRAM, NONE, OPERATIONS, Kind, source_matrices
+from horovod_volo.data.augmentation.operations import NONE, OPERATIONS, Kind, source_matrices
 from horovod_volo.data.augmentation.policy import Mixing, Operations
 
 FILTER_REACH = 2  # pixels that the bicubic filter reads on each side of a point
@@ -115,8 +115,9 @@ def parts_needed(crops: NDArray[np.int32], sizes: NDArray[np.int64], operations:
     for layer in reversed(range(operations.kinds.shape[1])):
         kinds = operations.kinds[:, layer]
         low, high = _sources(low, high, kinds, operations.arguments[:, layer], sizes)
-        neighbors = np.array([OPERATIONS[kind].neighbors if kind else 0 for kind in kinds.tolist()])[:, None]
-        needs_all = np.isin(kinds, HISTOGRAM)[:, None]
+        drawn = [OPERATIONS.get(kind) for kind in kinds.tolist()]  # None: NONE
+        neighbors = np.array([each.neighbors if each else 0 for each in drawn])[:, None]
+        needs_all = np.array([each is not None and each.kind is Kind.HISTOGRAM for each in drawn])[:, None]
         low = np.where(needs_all, 0, low - neighbors).clip(0, sizes - 1)
         # DALI cannot decode an empty part: a crop that shows only FILL gets one pixel at the edge.
         high = np.where(needs_all, sizes, high + neighbors).clip(low + 1, sizes)

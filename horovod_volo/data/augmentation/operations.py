@@ -122,7 +122,6 @@ def named(names: str) -> tuple[Operation, ...]:
 
 
 GEOMETRIC = tuple(each for each in OPERATIONS.values() if each.kind is Kind.GEOMETRIC)
-HISTOGRAM = tuple(each for each in OPERATIONS.values() if each.kind is Kind.HISTOGRAM)
 
 
 def source_matrices(
