@@ -56,12 +56,7 @@ def folder(tmp_path_factory):
 )
 def test_pixels_equal_timms(folder, image_size, crop_pct, interpolation, crop_mode):
     """With timm's crop_mode "squash" both sides are resized to the same length before the crop."""
-    how = {
-        "image_size": image_size,
-        "crop_pct": crop_pct,
-        "interpolation": interpolation,
-        "crop_mode": crop_mode,
-    }
+    how = {"crop_pct": crop_pct, "interpolation": interpolation, "crop_mode": crop_mode}
     catalog, batches = evaluated(folder, image_size=image_size, **how)
     ours = np.concatenate([unnormalised(batch.images) for batch in batches])
     assert len(ours) == len(SIZES)
