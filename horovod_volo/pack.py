@@ -19,8 +19,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
@@ -61,42 +62,21 @@ def build_parser() -> Parser:
     """Build the command line."""
     parser = Parser(prog="tools/pack", description=__doc__)
     add = parser.add_argument
-    add(
-        "folders",
-        nargs="+",
-        type=Path,
-        metavar="DATA_DIR OUT_DIR",
-        help="folder of images, and folder to create",
-    )
-    size = parser.add_mutually_exclusive_group()
-    megabytes = "size of a shard, MB"
-    add_flags(size, Setting(name="shard_size_mb", kind=int, default=256, at_least=1, help=megabytes))
+    folders = "folder of images, and folder to create"
+    add("folders", nargs="+", type=Path, metavar="DATA_DIR OUT_DIR", help=folders)
+    number, size = partial(Setting, kind=int, at_least=1), parser.add_mutually_exclusive_group()
     images = "images per shard, instead of a size; 0: as --shard-size-mb says"
-    add_flags(size, Setting(name="shard_images", kind=int, default=0, at_least=1, help=images))
+    add_flags(size, number(name="shard_size_mb", default=256, help="size of a shard, MB"))
+    add_flags(size, number(name="shard_images", default=0, help=images))
+    resize = "shrink larger images to this shorter side, pixels, and encode them as JPEG; 0: do not"
+    status = "exit status if undecodable images were left out; fail: 1, skip: 0"
     add_flags(
         parser,
-        Setting(
-            name="resize",
-            kind=int,
-            default=0,
-            at_least=1,
-            help="shrink larger images to this shorter side, pixels, and encode them as JPEG; 0: do not",
-        ),
-        Setting(
-            name="quality",
-            kind=int,
-            default=95,
-            at_least=1,
-            below=101,
-            help="JPEG quality of --resize, 1 to 100",
-        ),
+        number(name="resize", default=0, help=resize),
+        number(name="quality", default=95, below=101, help="JPEG quality of --resize, 1 to 100"),
         setting_of_training("workers", help="processes; 0: one per core"),
         setting_of_training("seed", default=0, help="seed of the shuffled order"),
-        setting_of_training(
-            "bad_samples",
-            default="fail",
-            help="exit status if undecodable images were left out; fail: 1, skip: 0",
-        ),
+        setting_of_training("bad_samples", default="fail", help=status),
     )
     add(
         "--from",
@@ -111,13 +91,24 @@ def build_parser() -> Parser:
 
 
 def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> int:
+    from horovod_volo.data.packing.pack import PackOptions, pack
     from horovod_volo.data.packing.packed_split import PACKERS
 
-    masks = "images with masks"
-    has_masks = PACKERS.has_extra(masks) and PACKERS.find(masks).fits(data_dir) and not args.records
-    pack = _pack_scenes if has_masks else _pack_images
+    masks, left_out = "images with masks", list[str]()
+    sizes = {"shard_images": args.shard_images, "shard_bytes": args.shard_size_mb * _MB}
+    common: dict[str, Any] = {
+        "workers": workers,
+        "progress": lambda split: ThroughputLine(f"images of {split}"),
+    }
     try:
-        left_out = pack(data_dir, out, args, workers)
+        if PACKERS.has_extra(masks) and not args.records and PACKERS.find(masks).fits(data_dir):
+            if args.resize:
+                raise UserError(f"{data_dir} has masks, and such images are packed unchanged. Drop --resize.")
+            PACKERS.find(masks).pack(data_dir, out, **sizes, **common)
+        else:
+            how = {"quality": args.quality, "seed": args.seed, "shuffle": not args.no_shuffle}
+            options = PackOptions(**sizes, **how, shorter_side=args.resize)
+            left_out = pack(data_dir, out, options, records=args.records, **common)
     except OSError as error:
         raise UserError(
             f"cannot pack into {out}: {error}. Correct this and run the same command again: finished "
@@ -129,42 +120,12 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
     return DAMAGED if left_out and args.bad_samples == "fail" else DONE
 
 
-def _pack_images(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> list[str]:
-    from horovod_volo.data.packing.pack import PackOptions, pack
-
-    options = PackOptions(
-        shard_images=args.shard_images,
-        shard_bytes=args.shard_size_mb * _MB,
-        shorter_side=args.resize,
-        quality=args.quality,
-        seed=args.seed,
-        shuffle=not args.no_shuffle,
-    )
-    return pack(data_dir, out, options, workers=workers, progress=_progress, records=args.records)
-
-
-def _pack_scenes(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> list[str]:
-    from horovod_volo.data.packing.packed_split import PACKERS
-
-    if args.resize:
-        raise UserError(f"{data_dir} has masks, and images with masks are packed unchanged. Drop --resize.")
-    PACKERS.find("images with masks").pack(
-        data_dir,
-        out,
-        shard_images=args.shard_images,
-        shard_bytes=args.shard_size_mb * _MB,
-        workers=workers,
-        progress=_progress,
-    )
-    return []
-
-
 def _progress(split: str) -> ThroughputLine:
     return ThroughputLine(f"images of {split}")
 
 
 def _publish_catalogs(folder: Path) -> None:
-    from horovod_volo.data.images.listing import publish_catalog
+    from horovod_volo.data.packing.manifest import publish_catalog
 
     for split in SPLITS:
         try:

@@ -18,7 +18,8 @@ from typing import TypeVar
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import operations
-from horovod_volo.data.augmentation.operations import Kind, Operation, register_rand_augment
+from horovod_volo.data.augmentation.operations import Kind, Operation
+from horovod_volo.data.augmentation.policy import register_rand_augment
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
 from horovod_volo.objective.loss import LossParts, register_loss
 from horovod_volo.optim.build import check_optimizer, register_optimizer

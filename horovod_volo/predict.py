@@ -108,8 +108,8 @@ def _record(file: Path, classes: Classes) -> dict[str, Any]:
 
 def _files(given: Sequence[str], bad: list[str]) -> list[Path]:
     """Return the images that are named, and note what cannot be listed; raise UserError without images."""
-    from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
     from horovod_volo.data.images.split_folder import is_image, paths_below
+    from horovod_volo.data.reading import IMAGE_ENDINGS
 
     lines = sys.stdin.read().splitlines() if _STDIN in given else []
     files = list[Path]()

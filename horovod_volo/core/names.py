@@ -31,6 +31,16 @@ EXTRAS: dict[str, dict[str, str]] = {
     },
     "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.trained"),
     "kind of data to pack": {"images with masks": "horovod_volo.dense.scene_shards"},
+    "image decoder": {"pillow": "horovod_volo.data.pillow_pipeline"},
+    "format of images": {
+        "tar": "horovod_volo.data.images.tar_shards",
+        **dict.fromkeys(("tfrecord", "recordio"), "horovod_volo.data.packing.records"),
+    },
+    "format of label maps": {"published": "horovod_volo.token_labels.published_maps"},
+    "augmentation policy": dict.fromkeys(
+        ("original", "originalr", "v0", "v0r", "3a", "augmix"),
+        "horovod_volo.data.augmentation.further_policies",
+    ),
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
     "model": dict.fromkeys(("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"), "horovod_volo.models.lvvit"),
     "optimizer": {

@@ -21,27 +21,22 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, Labels, TrainBatch, copy_async
 from horovod_volo.core.center_crop import resized_shapes, view_corners
 from horovod_volo.core.errors import BadSampleError
-from horovod_volo.data.augmentation.crop_flip import draw_crops
-from horovod_volo.data.augmentation.label_map_ops import (
-    LabelMap,
-    augmented_maps,
-)
+from horovod_volo.data.augmentation.apply_ops import parts_needed
+from horovod_volo.data.augmentation.crop_flip import LabelMap, augmented_maps, draw_crops
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
-from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.data.image_decoder import image_decoder
-from horovod_volo.data.images.image_list import ImageList
-from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, announced
-from horovod_volo.data.pipeline import (
+from horovod_volo.data.image_decoder import (
     IMAGENET_NORMALIZATION,
     Normalization,
+    image_decoder,
     resizing_inputs,
 )
-from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
+from horovod_volo.data.images.catalog import ImageList
+from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, announced
+from horovod_volo.data.prefetcher import READING_ALONE_SECONDS, BatchPrefetcher, ImageThreadPool, PendingBatch
 from horovod_volo.data.reading import Encoded, ImageFiles, Resize, read_image, resized_shape
 from horovod_volo.data.sampler import balanced_order
-from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
 from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
 from horovod_volo.token_labels.source import LabelSource
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
+from horovod_volo.data.prefetcher import BatchPrefetcher, ImageThreadPool, PendingBatch
 from horovod_volo.data.sampler import epoch_order, rank_indices
-from horovod_volo.data.thread_pool import ImageThreadPool
 
 BATCHES_ANNOUNCED = 2
 

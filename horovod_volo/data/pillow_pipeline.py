@@ -1,11 +1,12 @@
 """What the DALI pipelines do, by Pillow on the CPU, for machines where DALI is not installed.
 
-Invariant: the inputs are those of `pipeline.py`, and the pixels are DALI's up to rounding. A batch depends on
+Invariant: inputs are those of `image_decoder.py`, and pixels are DALI's up to rounding. A batch depends on
 its inputs alone. Batches are returned in the order in which they were read, some of them decoded ahead.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -20,14 +21,15 @@ from PIL import Image
 from torch import Tensor
 
 from horovod_volo.core.center_crop import is_mirrored
-from horovod_volo.data.images.image_bytes import UNDECODABLE, decoded_rgb
-from horovod_volo.data.pipeline import (
+from horovod_volo.data.image_decoder import (
     BATCHES_DECODED_AHEAD,
+    DECODERS,
     IMAGENET_NORMALIZATION,
     Input,
     Normalization,
     Source,
 )
+from horovod_volo.data.reading import UNDECODABLE, decoded_rgb
 
 name = "pillow"
 _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
@@ -183,3 +185,6 @@ def _window(
 
 def _on_device(device: torch.device, images: list[Tensor]) -> list[Tensor]:
     return [image.to(device) for image in images]
+
+
+DECODERS.register("pillow", sys.modules[__name__])

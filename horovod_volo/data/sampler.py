@@ -73,13 +73,7 @@ def packing_order(seed: int, length: int) -> NDArray[np.uint32]:
 
 
 def rank_indices(
-    order: NDArray[Any],
-    step_in_epoch: int,
-    *,
-    rank: int,
-    size: int,
-    global_batch: int,
-    accumulation: int,
+    order: NDArray[Any], step_in_epoch: int, *, rank: int, size: int, global_batch: int, accumulation: int
 ) -> list[NDArray[np.int64]]:
     """Return the images of this rank in a step, an array for each micro-batch.
 

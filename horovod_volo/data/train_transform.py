@@ -18,14 +18,12 @@ from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import Labels
-from horovod_volo.data.augmentation.apply_ops import augment_
+from horovod_volo.data.augmentation.apply_ops import Parts, augment_, augment_part
 from horovod_volo.data.augmentation.crop_flip import CropFlip
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.policy import Operations
 from horovod_volo.data.augmentation.random_erasing import Eraser, Erasures
-from horovod_volo.data.augmentation.whole_image import Parts, augment_part
-from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization, to_torch
-from horovod_volo.data.prefetcher import PendingBatch
-from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION, Normalization, to_torch
+from horovod_volo.data.prefetcher import ImageThreadPool, PendingBatch
 
 # Crops of at most this side are transformed together, up to so many pixels: the calls in Python take longer
 # than their pixels, and several threads would wait for Python's lock.

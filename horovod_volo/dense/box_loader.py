@@ -23,7 +23,7 @@ from torch import Tensor
 from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.batch import BoxBatch, copy_async
 from horovod_volo.core.rng import Purpose, uniforms
-from horovod_volo.data.pipeline import resizing_inputs
+from horovod_volo.data.image_decoder import resizing_inputs
 from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.train_transform import resize_pixels
 from horovod_volo.dense.box_list import ImageBoxes, read_sized

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.errors import BadSampleError, UserError
-from horovod_volo.data.images.image_bytes import UNDECODABLE, open_image
 from horovod_volo.data.images.split_folder import CLASSES_FILE, Split, check_links, paths_below
+from horovod_volo.data.reading import UNDECODABLE, open_image
 
 Mask = NDArray[np.uint8]  # (height, width) classes; IGNORED where there is none
 

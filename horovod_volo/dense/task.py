@@ -17,12 +17,10 @@ from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.data.image_decoder import image_decoder
+from horovod_volo.data.image_decoder import Normalization, image_decoder
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
-from horovod_volo.data.pipeline import Normalization
-from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
-from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.data.prefetcher import BatchPrefetcher, ImageThreadPool, PendingBatch
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.engine.task import (
     Beat,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.image_list import ImageList
+from horovod_volo.data.images.catalog import ImageList
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.confusions import ConfusionRecorder
 from horovod_volo.engine.task import Beat, Metrics

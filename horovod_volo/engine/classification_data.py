@@ -11,8 +11,7 @@ import numpy as np
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
-from horovod_volo.data.images.image_list import ImageList
+from horovod_volo.data.images.catalog import Catalog, ImageList, build_catalog, check_same_classes
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.engine.shared_catalog import cache_settings, cache_warnings, catalog_folder, shared_catalog
 from horovod_volo.engine.task import check_classes

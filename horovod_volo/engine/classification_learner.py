@@ -15,8 +15,8 @@ from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
+from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.loader import EvalLoader, TrainLoader
-from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.accuracy import measure_model
 from horovod_volo.engine.classification_data import Images
 from horovod_volo.engine.confusions import ConfusionRecorder

@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.images.catalog_file import Label
 from horovod_volo.data.images.given_images import (
     GivenImages,
     HuggingFaceSamples,
     Numbering,
+    SampleSequence,
     held_out_positions,
     is_hugging_face,
     number_labels,
     read_labels,
 )
-from horovod_volo.data.images.image_list import Label, SampleSequence
 from horovod_volo.data.images.split_folder import shortened
 from horovod_volo.engine.task import check_classes
 from horovod_volo.monitor.progress import ThroughputLine

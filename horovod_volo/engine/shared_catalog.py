@@ -12,8 +12,7 @@ from typing import NamedTuple
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.names import Registry
-from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
-from horovod_volo.data.images.image_list import ImageList
+from horovod_volo.data.images.catalog import Catalog, ImageList, build_catalog, open_catalog
 from horovod_volo.data.images.split_folder import HeldOut, Split
 
 

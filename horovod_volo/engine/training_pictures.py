@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
-from horovod_volo.data.pipeline import Normalization
+from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.volo import received_attention
 from horovod_volo.models.weights_header import statistics_of_run

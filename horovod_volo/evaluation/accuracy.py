@@ -19,11 +19,10 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Run
 from horovod_volo.core.batch import EvalBatch
 from horovod_volo.core.errors import UserError, escape_controls
-from horovod_volo.data.image_decoder import decoder_messages, image_decoder
-from horovod_volo.data.images.image_list import ImageList
+from horovod_volo.data.image_decoder import Normalization, decoder_messages, image_decoder
+from horovod_volo.data.images.catalog import ImageList
 from horovod_volo.data.images.split_folder import HeldOut, shortened
 from horovod_volo.data.loader import EvalLoader
-from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.accuracy import EvalCounts, PredictionCollector, count_correct, sum_counts
 from horovod_volo.engine.confusions import ClassResult, class_results
 from horovod_volo.engine.shared_catalog import CacheSettings, catalog_folder, shared_catalog

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog, in_memory
-from horovod_volo.data.images.image_list import ImageList
+from horovod_volo.data.images.catalog import Catalog, ImageList, in_memory
 from horovod_volo.data.images.split_folder import SplitFolder, check_links, shortened, visible
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")

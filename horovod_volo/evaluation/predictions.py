@@ -21,9 +21,8 @@ from horovod_volo.core.atomic_file import write_text
 from horovod_volo.core.center_crop import resized_shapes, view_corners
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.given_images import LooseImages
-from horovod_volo.data.images.image_bytes import decoded_rgb
 from horovod_volo.data.pillow_pipeline import cropped_views
-from horovod_volo.data.reading import decode_rgb, resized_shape
+from horovod_volo.data.reading import decode_rgb, decoded_rgb, resized_shape
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import CropAverage, PretrainedModel, load_pretrained
 from horovod_volo.models.timm_api import described

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.center_crop import resized_to
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalBatches
-from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.models.build import check_model, spec_of
 from horovod_volo.models.pretrained import load_pretrained
 from horovod_volo.models.registry import TokenModel, registered_model

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.token_labels.geometry import MapGeometry, assumed_geometry
 from horovod_volo.token_labels.keys import NamedImages, check_published_keys, label_key
+from horovod_volo.token_labels.source import FORMATS, UNKNOWN_TEACHER
 
 Scores = NDArray[np.float16]  # (k, height, width)
 Ids = NDArray[np.integer[Any]]  # (k, height, width)
@@ -32,9 +33,9 @@ GEOMETRY_FILE = "map_geometry.txt"
 class PublishedMaps:
     """A folder of published label maps for the images of a catalog."""
 
-    teacher, generated = "unknown", False
+    teacher, generated = UNKNOWN_TEACHER, False
 
-    def __init__(self, root: str | Path, catalog: NamedImages) -> None:
+    def __init__(self, root: str | Path, catalog: NamedImages, cache: Path | None = None) -> None:  # noqa: ARG002
         self._root = Path(root)
         self._catalog = catalog
         check_published_keys(catalog)
@@ -132,12 +133,6 @@ def read_published_map(path: str | Path, classes: int) -> tuple[Scores, Ids]:
     return scores, ids
 
 
-def flipped(scores: Scores, ids: Ids, horizontal: bool, vertical: bool) -> tuple[Scores, Ids]:
-    """Flip a map together with its image."""
-    flip = (slice(None), slice(None, None, -1 if vertical else 1), slice(None, None, -1 if horizontal else 1))
-    return scores[flip], ids[flip]
-
-
 def _split(stored: object, path: str | Path) -> tuple[Scores, Ids]:
     if not isinstance(stored, torch.Tensor) or stored.ndim != 4 or len(stored) != 2 or stored.numel() == 0:
         content = list(stored.shape) if isinstance(stored, torch.Tensor) else type(stored).__name__
@@ -149,3 +144,6 @@ def _split(stored: object, path: str | Path) -> tuple[Scores, Ids]:
     if not np.isfinite(scores).all() or (ids < 0).any() or (ids != numbers).any():
         raise BadSampleError(f"the label map {path} has values that are not logits or not class numbers")
     return scores, ids
+
+
+FORMATS.register("published", PublishedMaps)

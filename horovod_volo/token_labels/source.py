@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import Registry
 from horovod_volo.token_labels.geometry import MapGeometry, assumption_warning
 from horovod_volo.token_labels.keys import NamedImages
-from horovod_volo.token_labels.published_maps import PublishedMaps
 from horovod_volo.token_labels.store import LabelStore, is_store, is_unfinished
 
 
@@ -30,6 +31,14 @@ class LabelSource(Protocol):
 
     def close(self) -> None:
         """Close all files; maps that were read stay valid."""
+
+
+UNKNOWN_TEACHER = "unknown"  # of published maps
+# Opens label maps: (their folder, images, folder for caches).
+FORMATS: Registry[Callable[[Path, NamedImages, Path | None], LabelSource]] = Registry(
+    "format of label maps", "--token-label-data"
+)
+FORMATS.register("store", LabelStore)
 
 
 def open_labels(
@@ -54,7 +63,7 @@ def map_warnings(folder: str, source: LabelSource) -> list[str]:
             f"the label maps in {folder} are recorded to cover {recorded.description}, but --map-geometry "
             f"says {source.geometry.description}"
         )
-    if source.teacher != PublishedMaps.teacher and not source.generated:
+    if source.teacher != UNKNOWN_TEACHER and not source.generated:
         found.append(
             f"an earlier version generated the maps in {folder}, so their logits may not be centred: "
             f"tools/labels verify {folder} --data DATA_DIR --teacher NAME, with their teacher "
@@ -64,8 +73,6 @@ def map_warnings(folder: str, source: LabelSource) -> list[str]:
 
 
 def _open(path: Path, catalog: NamedImages, cache: Path | None) -> LabelSource:
-    if is_store(path):
-        return LabelStore(path, catalog, cache)
     if is_unfinished(path):
         raise UserError(
             f"the label store {path} is unfinished. Run the tools/labels command that started it again."
@@ -75,4 +82,4 @@ def _open(path: Path, catalog: NamedImages, cache: Path | None) -> LabelSource:
             f"there is no folder {path}. --token-label-data takes a packed store, or a folder with "
             "CLASS/IMAGE.pt for every training image."
         )
-    return PublishedMaps(path, catalog)
+    return FORMATS.find("store" if is_store(path) else "published")(path, catalog, cache)

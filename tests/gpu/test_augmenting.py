@@ -19,12 +19,10 @@ from horovod_volo.core import operators
 from horovod_volo.core.operators import use_kernels
 from horovod_volo.data.augmentation import color_ops, geometric_ops
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.data.augmentation.apply_ops import augment_
+from horovod_volo.data.augmentation.apply_ops import augment_, augment_part, parts_needed
 from horovod_volo.data.augmentation.crop_flip import draw_crops
-from horovod_volo.data.augmentation.policy import draw_operations
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.augmentation.random_erasing import NOISE_LENGTH, Eraser, Erasures, draw_erasures
-from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
 from horovod_volo.kernels import augment
 
 if INTERPRETED:  # fewer programs with larger tiles, because they run one after the other

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import EvalBatch, TrainBatch
+from horovod_volo.data.image_decoder import IMAGENET_STD
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
-from horovod_volo.data.pipeline import IMAGENET_STD
 from horovod_volo.token_labels.source import open_labels
 
 # Of 255 levels, averaged over all images. In training the decoder on the GPU repeats chroma rows and columns,

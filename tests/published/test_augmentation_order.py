@@ -23,8 +23,7 @@ from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data import loader as loader_module
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import CropFlip, draw_crops
-from horovod_volo.data.augmentation.policy import draw_operations
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.token_labels.geometry import WHOLE
 from horovod_volo.token_labels.source import open_labels

@@ -11,7 +11,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Model
 from horovod_volo.config.task_settings import Detection
-from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
+from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION
 from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import find_boxes, list_boxes
 from horovod_volo.dense.pictures import EvaluationPictures

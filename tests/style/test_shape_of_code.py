@@ -76,7 +76,7 @@ def test_module_names_are_specific() -> None:
 
 def test_images_are_opened_in_one_module() -> None:
     opening = [name for name, path in MODULES.items() if "Image.open(" in path.read_text(encoding="utf-8")]
-    assert opening == ["horovod_volo/data/images/image_bytes.py"]
+    assert opening == ["horovod_volo/data/reading.py"]
 
 
 def test_only_entry_points_and_monitor_print() -> None:

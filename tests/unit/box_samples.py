@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.cluster.world import World
-from horovod_volo.data.pipeline import Normalization
+from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.dense.task import RankContext
 from horovod_volo.models.precision import autocast
 

@@ -12,9 +12,9 @@ from PIL import Image
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
+from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import TrainLoader
-from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.token_labels.source import LabelSource
 
 # Crop, resize and flip only: without color operations, geometric operations and random erasing.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.data.images.image_list import ImageList
+from horovod_volo.data.images.catalog import ImageList
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.token_labels.source import LabelSource
 

@@ -10,7 +10,7 @@ from published_augment import timm_augment
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.policy import Operations
 
 
 def augmented_by_pillow(

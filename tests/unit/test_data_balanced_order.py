@@ -58,17 +58,6 @@ def test_an_epoch_has_the_planned_draws(balance: float) -> None:
     assert places.std() > IMAGES / 5  # not in one place
 
 
-def test_without_balance_it_is_a_permutation() -> None:
-    assert sorted(balanced_order(0, 0, TARGETS, 0.0).tolist()) == list(range(IMAGES))
-
-
-def test_every_image_of_a_frequent_class_comes_in_some_epoch() -> None:
-    seen = set()
-    for epoch in range(30):
-        seen |= set((balanced_order(0, epoch, TARGETS, 1.0) % IMAGES).tolist())
-    assert len(seen) == IMAGES
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return images of two classes, 2 and 14 of them."""
@@ -107,16 +96,6 @@ def test_ranks_and_restarts_see_the_same_draws_each_augmented_differently(folder
             assert (part.drawn == whole.drawn[rank::2]).all()
             assert torch.equal(part.images, whole.images[rank::2])
             assert (part.indices == part.drawn % 16).all()
-
-
-def test_a_damaged_image_is_replaced_in_all_its_draws(folder: Path) -> None:
-    whole = batches_of(folder)
-    (folder / "train" / "a" / "00.png").write_bytes(b"damaged")
-    for before, after in zip(whole, batches_of(folder), strict=True):
-        assert (before.drawn == after.drawn).all()
-        damaged = before.indices == 0
-        assert (after.indices[damaged] != 0).all()
-        assert torch.equal(before.images[~damaged], after.images[~damaged])
 
 
 def test_the_ledger_checks_the_planned_draws(tmp_path: Path) -> None:

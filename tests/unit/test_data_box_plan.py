@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.batch import BoxBatch
+from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.ordered_batches import OrderOfRank
-from horovod_volo.data.pipeline import Normalization
 from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader, ColorChange, Window, draw_box_plan
 

@@ -1,7 +1,5 @@
 """The catalog lists images in the order of their names, and errors name what is missing or wrong."""
 
-import hashlib
-import json
 import os
 import socket
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 from shard_writers import picture, write_tar
 
 from horovod_volo.core.errors import BadSampleError, UserError
-from horovod_volo.data.images import split_folder
 from horovod_volo.data.images.catalog import build_catalog, check_same_classes, open_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 
@@ -166,14 +163,6 @@ def test_no_data_folder(tmp_path):
             read_folder(data_dir, "train")
 
 
-def test_only_the_first_empty_class_folders_are_named(tmp_path):
-    touch(tmp_path, "train/full/1.jpg")
-    for number in range(12):
-        (tmp_path / "train" / f"empty{number:02d}").mkdir()
-    with pytest.raises(UserError, match=r"train/empty00, .*empty07 and 4 more. Add"):
-        read_folder(str(tmp_path), "train")
-
-
 def test_splits_of_different_classes_are_refused(tmp_path):
     touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/b/1.jpg", "val/c/1.jpg")
     train, val = read_folder(str(tmp_path), "train"), read_folder(str(tmp_path), "val")
@@ -229,44 +218,6 @@ def test_a_cached_catalog_is_used_until_the_folders_change(tmp_path):
     assert sorted(path.suffix for path in cached.iterdir()) == [".catalog", ".catalog"]
 
 
-def test_a_list_of_a_version_that_left_out_links_to_nothing_is_built_again(tmp_path, monkeypatch):
-    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
-    cached = tmp_path / "cached"
-    with monkeypatch.context() as earlier:
-        earlier.setattr(split_folder, "_state", state_without_version)
-        first = build_catalog(str(tmp_path), "train", cached)
-        assert build_catalog(str(tmp_path), "train", cached).path.stat().st_ino == first.path.stat().st_ino
-    kept = first.path.read_bytes()
-    second = build_catalog(str(tmp_path), "train", cached)
-    assert second.path.read_bytes() != kept
-    assert (second.path, second.digest) == (first.path, first.digest)  # what runs and label stores record
-    second.path.write_bytes(kept)
-    listed = (tmp_path / "train/a").stat()
-    (tmp_path / "train/a/2.jpg").symlink_to("gone")  # as if it had been there
-    os.utime(tmp_path / "train/a", ns=(listed.st_atime_ns, listed.st_mtime_ns))
-    with pytest.raises(UserError, match=r"links to nothing, the first: a/2\.jpg"):
-        build_catalog(str(tmp_path), "train", cached)
-
-
-def state_without_version(root, form, names):
-    """Return the state of a folder as lists of earlier versions have it."""
-    digest = hashlib.sha256(json.dumps([str(root), form]).encode())
-    for name in names:
-        digest.update(json.dumps([name, 0, (root / name).stat().st_mtime_ns]).encode())
-    return digest.hexdigest()
-
-
-@pytest.mark.parametrize("damage", [b"", b"no catalog", None])
-def test_a_damaged_cached_catalog_is_built_again(tmp_path, damage):
-    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
-    catalog = build_catalog(str(tmp_path), "train", tmp_path / "cached")
-    whole = catalog.path.read_bytes()
-    catalog.path.write_bytes(whole[:-1] if damage is None else damage)
-    again = build_catalog(str(tmp_path), "train", tmp_path / "cached")
-    assert again.path.read_bytes() == whole
-    assert names(again) == ("a/1.jpg", "b/1.jpg")
-
-
 def test_no_changed_byte_of_a_cached_catalog_is_read(tmp_path):
     write_tar(
         tmp_path / "train/0.tar",
@@ -312,26 +263,3 @@ def test_the_digest_depends_on_names_order_and_classes(tmp_path):
     same, again, *others = (read_folder(str(tmp_path / number), "train").digest for number in "1234")
     assert same == again
     assert len({same, *others}) == 3
-
-
-def test_names_and_targets_of_many_images(tmp_path):
-    """In any order of access, the names and targets of many images are those that were listed."""
-    for number in range(3):
-        touch(tmp_path / "train" / f"{number}", *(f"{'x' * (i % 50)}{i}.jpg" for i in range(400)))
-    catalog = read_folder(str(tmp_path), "train")
-    expected = sorted(
-        (path.parent.name, path.name) for path in (tmp_path / "train").rglob("*.jpg")
-    )  # by class, then by name
-    for index in np.random.default_rng(0).permutation(len(catalog)):
-        assert catalog.name(index) == "/".join(expected[index])
-        assert catalog.classes[catalog.targets[index]] == expected[index][0]
-
-
-def test_no_descriptor_is_left_open(tmp_path):
-    touch(tmp_path, "train/a/1.jpg")
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for folder in (None, tmp_path / "cached", tmp_path / "cached"):
-        catalog = build_catalog(str(tmp_path), "train", folder)
-        catalog.close()
-        del catalog
-    assert len(list(Path("/proc/self/fd").iterdir())) == before

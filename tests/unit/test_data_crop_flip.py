@@ -119,12 +119,3 @@ def test_stored_boxes_are_the_crops_of_the_unflipped_image():
         top, left, height, width = stored
         cut = pixels[top : top + height, left : left + width][::vertical, ::horizontal]
         assert (cut == expected).all()
-
-
-def test_fractions_are_relative_to_height_and_width():
-    sizes = np.array([[100, 200]])
-    crop_flip = draw_crops(0, 0, np.array([0]), sizes, Data())
-    top, left, height, width = crop_flip.boxes[0]
-    fractions = crop_flip.fractions(sizes)
-    assert fractions.dtype == np.float32
-    np.testing.assert_allclose(fractions[0], [top / 100, left / 200, height / 100, width / 200], rtol=1e-6)

@@ -6,11 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from shard_writers import (
-    picture,
-    write_tar,
-    write_tar_index,
-)
+from shard_writers import picture, write_tar, write_tar_index
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import build_catalog
@@ -141,17 +137,6 @@ def test_two_images_of_one_name_are_refused(tmp_path):
         tmp_path / "train/1.tar", [("b/1.jpg", b"x"), ("b/1.cls", b"1"), ("a/1.jpg", b"x"), ("a/1.cls", b"1")]
     )
     with pytest.raises(UserError, match=r"two images named a/1.jpg, in 0.tar and in 1.tar"):
-        train(tmp_path)
-
-
-@INDEX
-def test_a_truncated_tar_shard_is_refused_at_the_start(tmp_path, index):
-    shard = tmp_path / "train/0.tar"
-    write_tar(shard, tar_members())
-    if index:
-        write_tar_index(shard)
-    os.truncate(shard, 1500)
-    with pytest.raises(UserError, match=r"0.idx does not fit|0.tar cannot be read to its end"):
         train(tmp_path)
 
 

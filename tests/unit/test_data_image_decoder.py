@@ -21,10 +21,14 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.config.task_settings import Detection, Segmentation
 from horovod_volo.core.errors import UserError
 from horovod_volo.data import image_decoder as decoders
-from horovod_volo.data.image_decoder import DecoderName, describe_decoder, image_decoder
+from horovod_volo.data.image_decoder import (
+    IMAGENET_NORMALIZATION,
+    DecoderName,
+    describe_decoder,
+    image_decoder,
+)
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.ordered_batches import OrderOfRank
-from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.box_list import find_boxes, list_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from horovod_volo.data.images.image_bytes import UNDECODABLE, jpeg_size, open_image
+from horovod_volo.data.reading import UNDECODABLE, jpeg_size, open_image
 from tests.unit.coded_images import smooth
 
 PICTURE = smooth(60, 40, seed=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,12 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 from torchvision.transforms.functional import center_crop, resize
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.labelling.store_writer import open_writer
 from horovod_volo.labels import main
 from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.published_maps import PublishedMaps
 from horovod_volo.token_labels.source import map_warnings, open_labels
-from horovod_volo.token_labels.store import LabelStore, read_metadata
+from horovod_volo.token_labels.store import LabelStore
 
 NAMES = tuple(f"{name}/{number}.jpg" for name in "ab" for number in range(2))
 
@@ -65,10 +63,6 @@ def test_the_covered_box_is_the_crop_of_torchvision(resize_to, size):
             middle = shown[:, size // 2]
             assert np.abs(middle - expected)[inside].max() < 0.5 / 255 + 0.002
             assert (middle[(expected < 0) | (expected > 1)] == 0).all()
-
-
-def test_the_box_of_a_whole_image_is_exact():
-    assert WHOLE.covered(np.array([[333, 500], [7, 5]])).tolist() == [[0, 0, 1, 1]] * 2
 
 
 def test_published_maps_are_assumed_to_be_centre_crops(tmp_path, catalog):
@@ -134,17 +128,6 @@ def test_an_import_records_the_geometry(tmp_path, catalog, arguments, recorded, 
     )
 
 
-def test_a_wrong_geometry_is_a_user_error(tmp_path, catalog, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    publish(tmp_path / "maps", catalog)
-    assert main(["import", "maps", "s", "--map-geometry", "middle"]) == 2
-    assert (
-        "error: 'middle' is not a geometry of label maps. Give --map-geometry whole"
-        in capsys.readouterr().err
-    )
-    assert not (tmp_path / "s").exists()
-
-
 @pytest.mark.parametrize(
     ("written", "shape", "read"),
     [
@@ -168,31 +151,3 @@ def test_a_store_without_a_recorded_geometry_gets_the_assumed_one(tmp_path, cata
     store = LabelStore(tmp_path / "s", catalog, None)
     assert (str(store.geometry), store.geometry_assumed) == (read, True)
     assert len(map_warnings("s", store)) == 1
-
-
-def test_an_import_that_an_earlier_version_started_can_be_resumed(tmp_path, catalog):
-    options = {"classes": 2, "map_shape": (1, 3, 3), "teacher": "unknown", "catalog": ""}
-    writer = open_writer(tmp_path / "s", catalog_keys(catalog), geometry="unknown", **options)
-    started = read_metadata(tmp_path / "s" / "making.json")
-    assert started == replace(writer.metadata, geometry="centre-crop:576:576", geometry_assumed=True)
-    open_writer(
-        tmp_path / "s",
-        catalog_keys(catalog),
-        geometry="centre-crop:576:576",
-        geometry_assumed=True,
-        **options,
-    )
-    with pytest.raises(UserError, match="geometry was centre-crop:576:576, is whole"):
-        open_writer(tmp_path / "s", catalog_keys(catalog), geometry="whole", **options)
-
-
-@pytest.mark.parametrize("cells", [1, 9, 14, 18])
-def test_maps_of_any_size_are_packed_and_read(tmp_path, catalog, cells, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    publish(tmp_path / "maps", catalog, height=cells, width=cells)
-    metadata, _ = import_maps([], capsys)
-    assert (metadata["height"], metadata["width"]) == (cells, cells)
-    store, published = LabelStore("s", catalog, None), PublishedMaps("maps", catalog)
-    for index in range(len(catalog)):
-        for ours, theirs in zip(store.read(index), published.read(index), strict=True):
-            assert np.array_equal(ours, theirs)

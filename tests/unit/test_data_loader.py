@@ -211,16 +211,6 @@ def test_closing_ends_every_thread(open_loader):
         next(left_open)
 
 
-def test_unfinished_epochs_leave_no_threads(open_loader):
-    loader = open_loader()
-    list(loader.batches(0, 0))
-    after_one = threads_of_process()
-    for epoch in range(10):
-        for _ in loader.batches(epoch, 4):
-            break
-    assert threads_of_process() <= after_one
-
-
 def test_twenty_loaders_leave_no_threads_files_or_memory(folder):
     """Every other loader reads a part of its epoch. Caches of libraries grow during the first ten loaders."""
     usage = []

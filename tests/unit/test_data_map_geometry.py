@@ -20,12 +20,11 @@ from PIL import Image
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data import loader as loader_module
-from horovod_volo.data.augmentation import label_map_ops
+from horovod_volo.data.augmentation import crop_flip
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.policy import draw_operations
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.objective.label_map import map_targets
 from horovod_volo.objective.soft_target import SoftTarget
@@ -188,7 +187,7 @@ def test_labels_move_with_rotated_sheared_and_translated_images(
         assert (found(WHOLE) > 1).mean() > 0.15
     if geometry == PUBLISHED:  # the measure must detect maps that are not widened
         monkeypatch.setattr(
-            label_map_ops, "covered_after_warp", lambda boxes, _: np.tile(UNWIDENED, (len(boxes), 1))
+            crop_flip, "covered_after_warp", lambda boxes, _: np.tile(UNWIDENED, (len(boxes), 1))
         )
         # If the whole image is rotated, less of a crop comes from outside the map.
         assert (found(geometry) > 1).mean() > (0.08 if randaugment_on == "crop" else 0.05)

@@ -261,18 +261,6 @@ def test_images_are_reduced_but_never_enlarged(tmp_path):
         assert np.abs(np.asarray(small, int) - np.asarray(expected, int)).mean() < 2
 
 
-def test_gray_levels_of_16_bits_are_scaled_when_they_are_reduced(tmp_path):
-    levels = np.linspace(0, 65535, 90 * 64).reshape(64, 90)
-    for split in ("train", "val"):
-        (tmp_path / f"images/{split}/a").mkdir(parents=True)
-        Image.fromarray(levels.astype(np.uint16)).save(tmp_path / f"images/{split}/a/deep.png")
-    assert pack(tmp_path / "images", tmp_path / "out", "--resize", 32, "--workers", 1) == 0
-    ((_, encoded),) = content(tmp_path / "out", "train").values()
-    expected = Image.fromarray(np.rint(levels / 257).astype(np.uint8)).resize((45, 32))
-    with Image.open(io.BytesIO(encoded)) as small:
-        assert np.abs(np.asarray(small.convert("L"), int) - np.asarray(expected, int)).mean() < 2
-
-
 def test_damaged_images_are_reported_and_left_out(tmp_path, capsys):
     folder = write_images(tmp_path / "images", 12)
     damaged = folder / "train/ant/000.x.jpg"
@@ -298,11 +286,3 @@ def test_wrong_arguments_are_refused(capsys):
     ):
         assert main(arguments) == 2
     assert "--workers must be at least 0, not -1." in capsys.readouterr().err
-
-
-def test_the_tool_prints_its_help(tmp_path):
-    tool = Path(__file__).parents[2] / "tools/pack"
-    result = subprocess.run(
-        [tool, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True, env=dict(os.environ)
-    )
-    assert "DATA_DIR OUT_DIR" in result.stdout

@@ -19,18 +19,17 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
-from horovod_volo.data.augmentation.auto_augment import POLICIES
-from horovod_volo.data.augmentation.color_ops import gaussian_blur
-from horovod_volo.data.augmentation.policy import draw_operations, parse_policy
-from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.further_policies import GAUSSIAN_BLUR, gaussian_blur
+from horovod_volo.data.augmentation.policy import POLICIES, Operations, draw_operations, parse_policy
 from horovod_volo.models.timm_api import allow_posterize_to_no_bits
 
 DRAWS = 6000
 KINDS = {name: kind for kind, name in NAMES.items()} | {
     kind.name: kind for kind in ops.OPERATIONS.values()
 }  # by all of timm's names
-KINDS |= {"PosterizeOriginal": ops.POSTERIZE, "Desaturate": ops.COLOR, "GaussianBlurRand": ops.GAUSSIAN_BLUR}
+KINDS |= {"PosterizeOriginal": ops.POSTERIZE, "Desaturate": ops.COLOR, "GaussianBlurRand": GAUSSIAN_BLUR}
 AUGMIX = "augmix-m5-w4-d2"
+AUTO_AUGMENT = ("original", "originalr", "v0", "v0r", "3a")
 
 
 def recorded(policy: str, images: int) -> dict[ops.Operation, list[float]]:
@@ -62,7 +61,7 @@ def recorded(policy: str, images: int) -> dict[ops.Operation, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "policy", [*POLICIES, "v0-mstd0.5", "augmix-m5-w4-d2", "augmix-m4-w2", "augmix-w2-mstd1"]
+    "policy", [*AUTO_AUGMENT, "v0-mstd0.5", "augmix-m5-w4-d2", "augmix-m4-w2", "augmix-w2-mstd1"]
 )
 def test_operations_have_the_frequencies_and_strengths_of_timms(policy: str) -> None:
     random.seed(3)
@@ -87,13 +86,14 @@ def test_operations_have_the_frequencies_and_strengths_of_timms(policy: str) -> 
 def test_the_policies_are_timms() -> None:
     from timm.data.auto_augment import auto_augment_policy
 
-    for name, policy in POLICIES.items():
+    for name in AUTO_AUGMENT:
+        policy = POLICIES.find(name).sub_policies
         theirs = auto_augment_policy(name)
         found = [[(step.name, step.prob, step.magnitude) for step in pair] for pair in theirs]
         assert found == [list(map(tuple, pair)) for pair in policy], name
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", AUTO_AUGMENT)
 def test_images_equal_pillows(policy: str) -> None:
     allow_posterize_to_no_bits()
     images = 40
@@ -123,7 +123,7 @@ def test_a_blur_is_pillows_to_one_level(radius: float) -> None:
     assert difference.max() <= 1
     assert difference.float().mean() < 0.001
     # A pixel depends on no other that is farther away than the operation says.
-    reach = ops.GAUSSIAN_BLUR.neighbors
+    reach = GAUSSIAN_BLUR.neighbors
     part = gaussian_blur(as_batch([noise[:, 20:]]), torch.tensor([radius]))
     assert torch.equal(part[0, :, :, reach:], ours[0, :, :, 20 + reach :])
 
@@ -131,7 +131,7 @@ def test_a_blur_is_pillows_to_one_level(radius: float) -> None:
 def test_three_augment_ends_with_color_jitter() -> None:
     drawn = draw_operations(0, 0, np.arange(300), Data(aa="3a", color_jitter=0.3))
     assert drawn.kinds.shape == (300, 4)
-    assert set(drawn.kinds[:, 0]) == {int(ops.SOLARIZE), int(ops.COLOR), int(ops.GAUSSIAN_BLUR)}
+    assert set(drawn.kinds[:, 0]) == {int(ops.SOLARIZE), int(ops.COLOR), int(GAUSSIAN_BLUR)}
     jitter = draw_operations(0, 0, np.arange(300), Data(aa="", color_jitter=0.3))
     assert (drawn.kinds[:, 1:] == jitter.kinds).all()
     assert (drawn.arguments[:, 1:] == jitter.arguments).all()
@@ -183,7 +183,7 @@ def test_mixing_is_drawn_as_timms() -> None:
         assert abs(np.corrcoef(mixing.weights[:, 0], mixing.shares)[0, 1]) < 0.06
 
 
-@pytest.mark.parametrize("policy", ["v0", "3a", AUGMIX, "augmix"])
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "v0", "3a", AUGMIX, "augmix"])
 def test_a_draw_does_not_depend_on_the_rest_of_its_batch(policy: str) -> None:
     settings = Data(aa=policy)
     whole = draw_operations(7, 3, np.arange(50), settings).of(slice(31, 32))
@@ -200,17 +200,21 @@ def test_a_draw_does_not_depend_on_the_rest_of_its_batch(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "said"),
+    ("policy", "named"),
     [
-        ("v1", "--aa v1 is not known. Write RandAugment as rand-m9-mstd0.5-inc1, AutoAugment as original"),
-        ("original-m5", "'m5' is not known. Known are mstd"),
-        ("augmix-x3", "'x3' is not known. Known are m, w"),
-        ("augmix-w0", "'w0' is not known"),
-        ("augmix-w2.5", "'w2.5' is not known"),
-        ("augmix-b1", "'b1' is not known"),
+        ("v1", ("v1", "v0", "rand", "augmix")),
+        ("original-m5", ("m5", "mstd")),
+        ("augmix-x3", ("x3", "m, w, d, a, mstd")),
+        ("augmix-w0", ("w0",)),
+        ("augmix-w2.5", ("w2.5",)),
+        ("augmix-b1", ("b1",)),
+        ("rand-m9-tweights", ("tweights", "inc")),
+        ("rand-9", ("9",)),
+        ("rand-m", ("m",)),
+        ("rand-n2.5", ("n2.5",)),
     ],
 )
-def test_wrong_spellings_say_what_is_known(policy: str, said: str) -> None:
+def test_wrong_spellings_say_what_is_known(policy: str, named: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as raised:
         parse_policy(policy)
-    assert said in str(raised.value)
+    assert all(word in str(raised.value) for word in ("--aa", *named))

@@ -26,21 +26,6 @@ def test_every_image_is_equally_likely_at_every_position():
     assert chi_squared < 81 + 4 * np.sqrt(2 * 81)
 
 
-@pytest.mark.parametrize(
-    ("size", "batch", "accumulation"), [(1, 12, 1), (2, 6, 1), (3, 2, 2), (6, 1, 2), (4, 1, 3)]
-)
-def test_a_step_has_the_same_images_on_any_number_of_ranks(size, batch, accumulation):
-    order = epoch_order(seed=0, epoch=0, length=40)
-    for step in range(3):
-        of_ranks = [
-            rank_indices(order, step, rank=rank, size=size, global_batch=12, accumulation=accumulation)
-            for rank in range(size)
-        ]
-        assert all([len(part) for part in parts] == [batch] * accumulation for parts in of_ranks)
-        together = np.concatenate([part for parts in of_ranks for part in parts])
-        assert sorted(together) == sorted(order[12 * step : 12 * step + 12])
-
-
 def test_a_rank_reads_each_position_that_equals_its_rank_modulo_size():
     parts = rank_indices(np.arange(100, dtype=np.uint32), 2, rank=1, size=3, global_batch=12, accumulation=2)
     assert all(part.dtype == np.int64 for part in parts)

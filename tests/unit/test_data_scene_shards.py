@@ -20,6 +20,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.ordered_batches import OrderOfRank
@@ -27,7 +28,6 @@ from horovod_volo.data.packing import packed_split
 from horovod_volo.data.packing.manifest import read_manifest
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.data.packing.packed_split import TarWriter
-from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.mean_iou import SceneEvalLoader
 from horovod_volo.dense.scene_list import SceneList

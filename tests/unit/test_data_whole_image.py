@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coded_images import only_batch, position_coded, smooth, unnormalised, write_images
+from coded_images import only_batch, smooth, unnormalised, write_images
 from numpy.typing import NDArray
 from PIL import Image
 from pillow_augment import augmented_by_pillow
@@ -20,25 +20,21 @@ from pillow_augment import augmented_by_pillow
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data import loader as loader_module
 from horovod_volo.data.augmentation import operations as ops
+from horovod_volo.data.augmentation.apply_ops import Parts, augment_part, parts_needed
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.policy import draw_operations
-from horovod_volo.data.augmentation.rand_augment import Operations
-from horovod_volo.data.augmentation.whole_image import Parts, augment_part, parts_needed
+from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 
 SEED, EPOCH, SIDE, IMAGES = 5, 1, 64, 12
 SETTINGS = Data(batch_size=IMAGES, hflip=0.5, vflip=0.5, reprob=0.0, randaugment_on="image")
 SIZES = [(160, 100), (97, 151), (64, 64), (210, 145)]  # width, height
-AMOUNTS = {
-    ops.ROTATE: 25.0,
-    ops.SHEAR_X: -0.29,
-    ops.SHEAR_Y: 0.29,
-    ops.TRANSLATE_X: 0.38,
-    ops.TRANSLATE_Y: -0.41,
-}
+HISTOGRAM = tuple(each for each in ops.RAND_V1 if each.kind is ops.Kind.HISTOGRAM)
+Steps = tuple[tuple[ops.Operation, float], ...]
 ROTATE, SHIFT = (ops.ROTATE, -22.0), (ops.TRANSLATE_X, 0.3)
 SEQUENCES = [
+    ((ops.SHEAR_X, -0.29),),
+    ((ops.TRANSLATE_Y, -0.41),),
     (ROTATE, SHIFT),
     (SHIFT, (ops.INVERT, 0.0), (ops.SHEAR_Y, -0.25)),
     (ROTATE, (ops.AUTO_CONTRAST, 0.0)),
@@ -48,9 +44,7 @@ SEQUENCES = [
 ]
 
 
-def operations_of(
-    steps: tuple[tuple[ops.Operation, float], ...], batch: int, *, bicubic: bool = True
-) -> Operations:
+def operations_of(steps: Steps, batch: int, *, bicubic: bool = True) -> Operations:
     kinds = np.tile(np.array([kind for kind, _ in steps], dtype=np.int64), (batch, 1))
     arguments = np.tile(np.array([amount for _, amount in steps], dtype=np.float32), (batch, 1))
     return Operations(kinds, arguments, np.full(kinds.shape, bicubic))
@@ -80,25 +74,15 @@ def assert_as_pillow(
 
 
 @pytest.mark.parametrize("bicubic", [True, False])
-@pytest.mark.parametrize("kind", ops.GEOMETRIC)
-def test_a_crop_of_a_moved_image_equals_pillows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: ops.Operation, bicubic: bool
-) -> None:
-    drawn = operations_of(((kind, AMOUNTS[kind]),), IMAGES, bicubic=bicubic)
-    monkeypatch.setattr(loader_module, "draw_operations", lambda *_: drawn)
-    sizes = [SIZES[number % len(SIZES)] for number in range(IMAGES)]
-    half = IMAGES // 2
-    pictures = [position_coded(*size) for size in sizes[:half]]
-    pictures += [smooth(*size, seed=number) for number, size in enumerate(sizes[half:])]
-    assert_as_pillow(tmp_path, pictures, drawn)
-
-
 @pytest.mark.parametrize("steps", SEQUENCES)
 def test_sequences_of_operations_on_the_whole_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[tuple[ops.Operation, float], ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: tuple[tuple[ops.Operation, float], ...],
+    bicubic: bool,
 ) -> None:
     """Operations that use the histogram use that of the whole image after the previous operations."""
-    drawn = operations_of(steps, IMAGES)
+    drawn = operations_of(steps, IMAGES, bicubic=bicubic)
     monkeypatch.setattr(loader_module, "draw_operations", lambda *_: drawn)
     pictures = [smooth(*SIZES[number % len(SIZES)], seed=number) for number in range(IMAGES)]
     # Equalizing widens the distance of colours that few pixels have, and with it differences of rounding.
@@ -129,13 +113,24 @@ def test_the_decoded_part_is_inside_the_image_and_no_larger_than_needed() -> Non
     assert (high <= sizes[:, None]).all()
     assert (parts.boxes[:, -1] == crops).all()
     whole = (parts.decoded[:, 2:] == sizes).all(axis=1)
-    counted = np.isin(operations.kinds[:, 0], ops.HISTOGRAM)
+    counted = np.isin(operations.kinds[:, 0], HISTOGRAM)
     assert whole[counted].all()
-    pointwise = ~np.isin(operations.kinds, (*ops.GEOMETRIC, *ops.HISTOGRAM, ops.SHARPNESS)).any(axis=1)
+    pointwise = ~np.isin(operations.kinds, (*ops.GEOMETRIC, *HISTOGRAM, ops.SHARPNESS)).any(axis=1)
     assert (parts.decoded[pointwise] == crops[pointwise]).all()
     decoded = (parts.decoded[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()
     cut = (crops[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()
     assert cut < decoded < 0.75
+
+
+def test_an_operation_of_a_plugin_counts_whole_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ops.Operation(1000, "Own", ops.Kind.HISTOGRAM, ops.no_argument, ops.EQUALIZE.function)
+    monkeypatch.setitem(ops.OPERATIONS, 1000, own)
+    crops, sizes, _ = random_crops(4)
+    found, expected = (
+        parts_needed(crops, sizes, operations_of(((kind, 0.0),), 4)) for kind in (own, ops.EQUALIZE)
+    )
+    assert (found.decoded == expected.decoded).all()
+    assert (found.decoded[:, 2:] == sizes).all()
 
 
 @pytest.mark.parametrize("policy", [SETTINGS.aa, "v0", "3a"])

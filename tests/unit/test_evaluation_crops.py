@@ -15,9 +15,9 @@ from torch import nn
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.center_crop import view_corners
+from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.loader import EvalLoader
-from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.engine.accuracy import count_correct
 from horovod_volo.evaluation.predictions import PredictRequest, predict
 from horovod_volo.models.pretrained import CropAverage, PretrainedModel

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 LEVELS = 256
-BOX_FILTERS = 3
-BLUR_UNITS = 2**24
-BLUR_REACH = 2 * BOX_FILTERS  # pixels on each side that a blurred pixel depends on
 GRAY_WEIGHTS = (19595, 38470, 7471)  # of red, green and blue, in 65536ths
 
 
@@ -97,32 +94,6 @@ def sharpness(images: Tensor, factors: Tensor) -> Tensor:
     # Pillow's kernel: 5 at the centre and 1 for the eight neighbors, over 13.
     smooth[..., 1:-1, 1:-1] = around.add_(pixels[..., 1:-1, 1:-1], alpha=4).div_(13).add_(0.5).floor_()
     return _blend(smooth, images, factors)
-
-
-def gaussian_blur(images: Tensor, radii: Tensor) -> Tensor:
-    """Blur with a standard deviation of `radii` pixels, below 2.4, as Pillow does: by three box filters."""
-    # The box of one filter: `whole` pixels on each side of the centre count fully, the next one in part.
-    variance = radii.float().square() / BOX_FILTERS
-    whole = ((torch.sqrt(12 * variance + 1) - 1) / 2).floor_()
-    part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance) / (6 * (variance - (whole + 1).square()))
-    # Weights are whole numbers of 2^-24, as Pillow's: often a sum lies halfway between two levels.
-    inner = (BLUR_UNITS / (2 * (whole + part) + 1)).double().floor_().view(-1, 1, 1, 1)
-    whole = whole.view(-1, 1, 1, 1)
-    outer = ((BLUR_UNITS - (2 * whole + 1) * inner) / 2).floor_()
-    near, far = torch.where(whole > 0, inner, outer), torch.where(whole > 0, outer, 0)
-    pixels = images.double()
-    for _ in range(2):  # along rows, then along columns
-        for _ in range(BOX_FILTERS):
-            padded = torch.nn.functional.pad(pixels, (2, 2, 0, 0), mode="replicate")
-            length = pixels.shape[3]
-            ends, middles = (
-                padded[..., first : first + length] + padded[..., last : last + length]
-                for first, last in ((0, 4), (1, 3))
-            )
-            pixels = (pixels * inner).addcmul_(middles, near).addcmul_(ends, far)
-            pixels = pixels.add_(BLUR_UNITS / 2).mul_(1 / BLUR_UNITS).floor_()
-        pixels = pixels.mT
-    return pixels.to(torch.uint8)
 
 
 def _gray(images: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ A new operation gets a new number and appears in a new list only, so existing ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, Self
 
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import color_ops, geometric_ops
 
 Floats = NDArray[np.float64]
@@ -58,7 +57,8 @@ class Operation(int):
         return entry
 
 
-def _no_argument(level: Floats, sign: Floats, increasing: bool) -> Floats:  # noqa: ARG001
+def no_argument(level: Floats, sign: Floats, increasing: bool) -> Floats:  # noqa: ARG001
+    """Return the argument of an operation that has none."""
     return np.zeros_like(level)
 
 
@@ -80,16 +80,6 @@ def _factor(level: Floats, sign: Floats, increasing: bool) -> Floats:
     return np.maximum(0.1, 1 + sign * 0.9 * level) if increasing else 1.8 * level + 0.1
 
 
-def _color(
-    number: int, name: str, argument: Argument, function: Function, *, neighbors: int = 0
-) -> Operation:
-    return Operation(number, name, Kind.COLOR, argument, function, neighbors=neighbors)
-
-
-def _histogram(number: int, name: str, argument: Argument, function: Function) -> Operation:
-    return Operation(number, name, Kind.HISTOGRAM, argument, function)
-
-
 def _geometric(
     number: int, name: str, largest: float, function: Function, matrices: geometric_ops.Matrices
 ) -> Operation:
@@ -102,17 +92,17 @@ def _geometric(
 NONE = 0
 # RandAugment as timm has it and as the published runs used it. Draws are indices into this list.
 RAND_V1 = (
-    AUTO_CONTRAST := _histogram(1, "AutoContrast", _no_argument, color_ops.auto_contrast),
-    EQUALIZE := _histogram(2, "Equalize", _no_argument, color_ops.equalize),
-    INVERT := _color(3, "Invert", _no_argument, color_ops.invert),
+    AUTO_CONTRAST := Operation(1, "AutoContrast", Kind.HISTOGRAM, no_argument, color_ops.auto_contrast),
+    EQUALIZE := Operation(2, "Equalize", Kind.HISTOGRAM, no_argument, color_ops.equalize),
+    INVERT := Operation(3, "Invert", Kind.COLOR, no_argument, color_ops.invert),
     ROTATE := _geometric(4, "Rotate", 30, geometric_ops.rotate, geometric_ops.rotations),
-    POSTERIZE := _color(5, "Posterize", _bits, color_ops.posterize),
-    SOLARIZE := _color(6, "Solarize", _threshold, color_ops.solarize),
-    SOLARIZE_ADD := _color(7, "SolarizeAdd", _amount, color_ops.solarize_add),
-    COLOR := _color(8, "Color", _factor, color_ops.color),
-    CONTRAST := _histogram(9, "Contrast", _factor, color_ops.contrast),
-    BRIGHTNESS := _color(10, "Brightness", _factor, color_ops.brightness),
-    SHARPNESS := _color(11, "Sharpness", _factor, color_ops.sharpness, neighbors=1),
+    POSTERIZE := Operation(5, "Posterize", Kind.COLOR, _bits, color_ops.posterize),
+    SOLARIZE := Operation(6, "Solarize", Kind.COLOR, _threshold, color_ops.solarize),
+    SOLARIZE_ADD := Operation(7, "SolarizeAdd", Kind.COLOR, _amount, color_ops.solarize_add),
+    COLOR := Operation(8, "Color", Kind.COLOR, _factor, color_ops.color),
+    CONTRAST := Operation(9, "Contrast", Kind.HISTOGRAM, _factor, color_ops.contrast),
+    BRIGHTNESS := Operation(10, "Brightness", Kind.COLOR, _factor, color_ops.brightness),
+    SHARPNESS := Operation(11, "Sharpness", Kind.COLOR, _factor, color_ops.sharpness, neighbors=1),
     SHEAR_X := _geometric(12, "ShearX", 0.3, geometric_ops.warp_along_x, geometric_ops.shears_x),
     SHEAR_Y := _geometric(13, "ShearY", 0.3, geometric_ops.warp_along_y, geometric_ops.shears_y),
     TRANSLATE_X := _geometric(
@@ -122,11 +112,7 @@ RAND_V1 = (
         15, "TranslateYRel", 0.45, geometric_ops.warp_along_y, geometric_ops.translations_y
     ),
 )
-# No list that draws by level has it.
-GAUSSIAN_BLUR = _color(
-    16, "GaussianBlur", _no_argument, color_ops.gaussian_blur, neighbors=color_ops.BLUR_REACH
-)
-OPERATIONS: dict[int, Operation] = {int(each): each for each in (*RAND_V1, GAUSSIAN_BLUR)}  # by number
+OPERATIONS: dict[int, Operation] = {int(each): each for each in RAND_V1}  # by number
 
 
 def named(names: str) -> tuple[Operation, ...]:
@@ -135,30 +121,7 @@ def named(names: str) -> tuple[Operation, ...]:
     return tuple(by_name[name] for name in names.split())
 
 
-# By the first word of --aa. Plugins may add sets, which draw from operations of color and histogram kinds.
-RAND_AUGMENT_SETS: dict[str, tuple[Operation, ...]] = {"rand": RAND_V1}
-OTHER_POLICIES = ("original", "originalr", "v0", "v0r", "augmix")  # first words of --aa that draw otherwise
-_FIRST_OF_PLUGINS = 1000
-
-
-def register_rand_augment(name: str, operations: Sequence[Operation]) -> None:
-    """Let `--aa NAME-m9-...` draw from these operations: entries of this module, or new ones of a plugin."""
-    if name in RAND_AUGMENT_SETS or name in OTHER_POLICIES or not name.isidentifier():
-        raise UserError(f"A RandAugment set cannot be named {name!r}. Choose an unused name of one word.")
-    for operation in operations:
-        if OPERATIONS.get(operation) is operation:
-            continue
-        if operation < _FIRST_OF_PLUGINS or operation in OPERATIONS or operation.kind is Kind.GEOMETRIC:
-            raise UserError(
-                f"The operation {operation.name} cannot be registered. Give it an unused number of "
-                f"{_FIRST_OF_PLUGINS} or more and Kind.COLOR or Kind.HISTOGRAM."
-            )
-        OPERATIONS[int(operation)] = operation
-    RAND_AUGMENT_SETS[name] = tuple(operations)
-
-
 GEOMETRIC = tuple(each for each in OPERATIONS.values() if each.kind is Kind.GEOMETRIC)
-HISTOGRAM = tuple(each for each in OPERATIONS.values() if each.kind is Kind.HISTOGRAM)
 
 
 def source_matrices(

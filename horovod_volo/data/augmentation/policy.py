@@ -1,121 +1,176 @@
-"""Draws the operations of each image by the policy that `--aa` names, or those of color jitter.
+"""Draws the operations of each training image by the policy that `--aa` names, or those of color jitter.
 
-The names and the notation of the policies are timm's: rand-..., original, originalr, v0, v0r, 3a, augmix-...
-Draws are pure functions of (seed, epoch, sample index).
+The notation of the policies, their operations and magnitudes are timm's, so that published settings mean the
+same here. RandAugment is below; AutoAugment, 3-Augment and AugMix are in further_policies.py.
+
+Invariant: draws are pure functions of (seed, epoch, sample index).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import Registry
 from horovod_volo.core.rng import Purpose, uniforms_of_samples
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.data.augmentation.auto_augment import (
-    POLICIES,
-    THREE_AUGMENT,
-    AutoAugment,
-    draw_auto_augment,
-)
-from horovod_volo.data.augmentation.rand_augment import (
-    HIGHEST_LEVEL,
-    AugMix,
-    Operations,
-    RandAugment,
-    draw_augmix,
-    draw_rand_augment,
-)
+from horovod_volo.data.augmentation.operations import OPERATIONS, Floats, Kind, Operation
 
-Policy = TypeVar("Policy", RandAugment, AutoAugment, AugMix)
+HIGHEST_LEVEL = 10.0
+UNIFORM = math.inf
+_UNIFORM_FROM_MSTD = 100.0  # a larger mstd means a uniform magnitude up to m, as in timm
+_DRAWS_PER_LAYER = 6
+_FIRST_OF_PLUGINS = 1000
+
 # The field that each word of a policy sets, and what makes its value of the number; ValueError: it cannot.
 Words = dict[str, tuple[str, Callable[[float], Any]]]
 
 
-def _whole(value: float) -> int:
+@dataclass(frozen=True, eq=False)
+class Mixing:
+    """How the results of chains of operations are mixed with each other, and then with the image."""
+
+    weights: NDArray[np.float32]  # (batch, chains), of sum 1
+    shares: NDArray[np.float32]  # (batch,) of the mixture; the rest is the image's
+
+
+@dataclass(frozen=True, eq=False)
+class Operations:
+    """The operations drawn for a batch, in the order of application.
+
+    With `mixing` they are those of chains of equal length, each of which starts from the image.
+    """
+
+    kinds: NDArray[np.int64]  # (batch, layers) numbers of operations, or NONE
+    arguments: NDArray[np.float32]  # (batch, layers)
+    bicubic: NDArray[np.bool_]  # (batch, layers) interpolation of a geometric operation; else bilinear
+    mixing: Mixing | None = None
+
+    @property
+    def geometric(self) -> NDArray[np.bool_]:
+        """Return which images have a geometric operation, (batch,)."""
+        return np.asarray(np.isin(self.kinds, ops.GEOMETRIC).any(axis=1))
+
+    def of(self, rows: slice) -> Operations:
+        """Return those of some images of the batch."""
+        mixing = self.mixing and Mixing(self.mixing.weights[rows], self.mixing.shares[rows])
+        return Operations(self.kinds[rows], self.arguments[rows], self.bicubic[rows], mixing)
+
+    def chains(self) -> list[Operations]:
+        """Return those of each chain, of operations with `mixing`."""
+        assert self.mixing is not None
+        count = self.mixing.weights.shape[1]
+        parts = [np.split(each, count, axis=1) for each in (self.kinds, self.arguments, self.bicubic)]
+        return [Operations(*chain) for chain in zip(*parts, strict=True)]
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """The parameters of a policy, and how it draws."""
+
+    words: ClassVar[Words]
+
+    @abstractmethod
+    def draw(self, seed: int, epoch: int, indices: NDArray[np.int64], settings: Data) -> Operations:
+        """Draw the operations of each image."""
+
+
+POLICIES: Registry[Policy] = Registry("augmentation policy", "--aa")  # by the first word of --aa
+
+
+def whole_number(value: float) -> int:
+    """Return the integer of a word; raise ValueError for a fraction."""
     if not value.is_integer():
         raise ValueError
     return int(value)
 
 
-def _above_zero(value: float) -> float:
-    if not value:
-        raise ValueError
-    return value
+@dataclass(frozen=True)
+class RandAugment(Policy):
+    """The parameters of a policy such as rand-m9-mstd0.5-inc1."""
+
+    choices: Sequence[Operation] = ops.RAND_V1
+    magnitude: float = 10.0
+    layers: int = 2
+    probability: float = 0.5
+    magnitude_std: float = 0.0
+    max_magnitude: float = HIGHEST_LEVEL
+    increasing: bool = False
+
+    words = {  # noqa: RUF012
+        "m": ("magnitude", float),
+        "n": ("layers", whole_number),
+        "p": ("probability", float),
+        "mstd": ("magnitude_std", float),
+        "mmax": ("max_magnitude", lambda value: value or HIGHEST_LEVEL),
+        "inc": ("increasing", bool),
+    }
+
+    def draw(self, seed: int, epoch: int, indices: NDArray[np.int64], settings: Data) -> Operations:
+        """Draw `layers` operations for each image, each one of `choices` or NONE."""
+        count = self.layers * _DRAWS_PER_LAYER
+        draws = uniforms_of_samples(count, Purpose.RAND_AUGMENT, seed, epoch, indices)
+        by_layer = draws.reshape(len(indices), self.layers, _DRAWS_PER_LAYER)
+        chosen, applied, angle, radius, sign, filtering = by_layer.transpose(2, 0, 1)  # (batch, layers) each
+        deviation = UNIFORM if self.magnitude_std > _UNIFORM_FROM_MSTD else self.magnitude_std
+        level = levels(self.magnitude, deviation, angle, radius, self.max_magnitude)
+        kinds, arguments = choose(self.choices, chosen, level, sign, increasing=self.increasing)
+        kinds = np.where(applied < self.probability, kinds, ops.NONE)
+        return Operations(kinds, arguments, interpolations(filtering, settings.train_interpolation))
 
 
-_RAND_AUGMENT: Words = {
-    "m": ("magnitude", float),
-    "n": ("layers", _whole),
-    "p": ("probability", float),
-    "mstd": ("magnitude_std", float),
-    "mmax": ("max_magnitude", lambda value: value or HIGHEST_LEVEL),
-    "inc": ("increasing", bool),
-}
-_AUTO_AUGMENT: Words = {"mstd": ("magnitude_std", float)}
-_AUGMIX: Words = {
-    "m": ("magnitude", float),
-    "w": ("width", lambda value: _above_zero(_whole(value))),
-    "d": ("depth", _whole),
-    "a": ("alpha", _above_zero),
-    "mstd": ("magnitude_std", float),
-}
+POLICIES.register("rand", RandAugment())
 
 
-def parse_policy(policy: str) -> RandAugment | AutoAugment | AugMix:
+def register_rand_augment(name: str, operations: Sequence[Operation]) -> None:
+    """Let `--aa NAME-m9-...` draw from these operations: entries of the table, or new ones of a plugin."""
+    if name in POLICIES.names() or not name.isidentifier():
+        raise UserError(f"A RandAugment set cannot be named {name!r}. Choose an unused name of one word.")
+    for operation in operations:
+        if OPERATIONS.get(operation) is operation:
+            continue
+        if operation < _FIRST_OF_PLUGINS or operation in OPERATIONS or operation.kind is Kind.GEOMETRIC:
+            raise UserError(
+                f"The operation {operation.name} cannot be registered. Give it an unused number of "
+                f"{_FIRST_OF_PLUGINS} or more and Kind.COLOR or Kind.HISTOGRAM."
+            )
+        OPERATIONS[int(operation)] = operation
+    POLICIES.register(name, RandAugment(tuple(operations)))
+
+
+def parse_policy(text: str) -> Policy:
     """Parse timm's syntax of any policy; raise UserError where it is not understood."""
-    first = policy.split("-")[0]
-    if first == "augmix":
-        # timm's b1 approximates AugMix and is not known here; b0 is its default.
-        return _parsed(AugMix(), policy.replace("-b0", ""), _AUGMIX, "augmix-m5-w4-d2")
-    if first in POLICIES:
-        return _parsed(AutoAugment(first), policy, _AUTO_AUGMENT, f"{first}-mstd0.5")
-    if first in ops.RAND_AUGMENT_SETS:
-        choices = ops.RAND_AUGMENT_SETS[first]
-        return _parsed(RandAugment(choices), policy, _RAND_AUGMENT, "rand-m9-n2-p0.5-mstd0.5-inc1")
-    raise UserError(
-        f"--aa {policy} is not known. Write RandAugment as rand-m9-mstd0.5-inc1, AutoAugment as original, "
-        "originalr, v0 or v0r, 3-Augment as 3a, or AugMix as augmix-m3-w3."
-    )
-
-
-def _parsed(parsed: Policy, policy: str, words: Words, example: str) -> Policy:
-    for part in policy.split("-")[1:]:
+    first, *parts = text.split("-")
+    policy = POLICIES.find(first)
+    for part in parts:
         word = part.rstrip("0123456789.")
         try:
-            field, value_of = words[word]
-            parsed = replace(parsed, **{field: value_of(float(part.removeprefix(word)))})
+            field, value_of = policy.words[word]
+            policy = replace(policy, **{field: value_of(float(part.removeprefix(word)))})
         except (KeyError, ValueError):
             raise UserError(
-                f"--aa {policy}: {part!r} is not known. Known are {', '.join(words)} with a number each, as "
-                f"in {example}."
+                f"--aa {text}: {part!r} is not known. After {first}, --aa takes {', '.join(policy.words)}, "
+                "with a number each."
             ) from None
-    return parsed
+    return policy
 
 
 def draw_operations(seed: int, epoch: int, indices: NDArray[np.int64], settings: Data) -> Operations:
-    """Draw the operations of each image."""
-    jitter = settings.color_jitter
-    if not settings.aa:
-        return _draw_color_jitter(seed, epoch, indices, jitter)
-    policy, interpolation = parse_policy(settings.aa), settings.train_interpolation
-    if isinstance(policy, RandAugment):
-        return draw_rand_augment(seed, epoch, indices, policy, interpolation)
-    if isinstance(policy, AugMix):
-        return draw_augmix(seed, epoch, indices, policy, interpolation)
-    drawn = draw_auto_augment(seed, epoch, indices, policy, interpolation)
-    if policy.name != THREE_AUGMENT:
-        return drawn
-    # Color jitter is a part of 3-Augment, and comes last.
-    return drawn.followed_by(_draw_color_jitter(seed, epoch, indices, jitter))
+    """Draw the operations of each image by --aa; without it, those of color jitter."""
+    if settings.aa:
+        return parse_policy(settings.aa).draw(seed, epoch, indices, settings)
+    return draw_color_jitter(seed, epoch, indices, settings.color_jitter)
 
 
-def _draw_color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], strength: float) -> Operations:
+def draw_color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], strength: float) -> Operations:
     """Draw factors for brightness, contrast and saturation, and their order."""
     if not strength:
         nothing = np.zeros((len(indices), 0))
@@ -126,3 +181,37 @@ def _draw_color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], streng
     low, high = max(0.0, 1 - strength), 1 + strength
     factors = low + (high - low) * draws[:, 3:]
     return Operations(kinds, factors.astype(np.float32), np.zeros(kinds.shape, dtype=np.bool_))
+
+
+def levels(
+    magnitude: float, std: float, angle: Floats, radius: Floats, largest: float = HIGHEST_LEVEL
+) -> Floats:
+    """Return levels from two uniform numbers: normal about the magnitude; with UNIFORM uniform up to it."""
+    if std == UNIFORM:
+        drawn = magnitude * radius
+    else:  # Box-Muller: a normal number from two uniform ones
+        normal = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * math.pi * angle)
+        drawn = magnitude + std * normal
+    return drawn.clip(0, largest) / HIGHEST_LEVEL
+
+
+def signs(draws: Floats) -> Floats:
+    """Return -1 or 1 for each uniform number."""
+    return np.where(draws < 0.5, -1.0, 1.0)
+
+
+def choose(
+    choices: Sequence[Operation], chosen: Floats, level: Floats, sign: Floats, *, increasing: bool
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Return numbers and arguments of operations, given uniform numbers for the choice and the sign."""
+    kinds = np.array(choices, dtype=np.int64)[np.floor(chosen * len(choices)).astype(np.int64)]
+    arguments = np.select(
+        [kinds == choice for choice in choices],
+        [choice.argument(level, signs(sign), increasing) for choice in choices],
+    )
+    return kinds, arguments.astype(np.float32)
+
+
+def interpolations(draws: Floats, interpolation: str) -> NDArray[np.bool_]:
+    """Return which operations interpolate bicubically: as the setting says, or by uniform numbers."""
+    return draws < 0.5 if interpolation == "random" else np.full(draws.shape, interpolation == "bicubic")

@@ -1,4 +1,4 @@
-"""The catalog of a split: each image's class and the location of its bytes.
+"""Lists of images: the catalog of a split, with each image's class and the location of its bytes.
 
 One rank lists the images and writes the catalog file, which all ranks read. Names and locations stay in the
 file, so that a rank's memory does not grow with the number of images.
@@ -9,6 +9,8 @@ Invariant: a class's number is its position in `classes`. Weights, label maps an
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,21 +19,65 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.core.names import Registry
 from horovod_volo.data.images.catalog_file import (
     AS_FILE,
-    IN_PARTS,
+    STATE_BYTES,
     CatalogEntry,
     CatalogFile,
+    CatalogWriter,
     OpenFile,
     open_file,
 )
-from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
-from horovod_volo.data.images.image_list import ImageList
-from horovod_volo.data.images.listing import list_images
-from horovod_volo.data.images.split_folder import HeldOut, Split, SplitFolder, find_split, shortened
-from horovod_volo.data.images.tar_shards import ShardReader, tar_samples
+from horovod_volo.data.images.split_folder import (
+    HeldOut,
+    Split,
+    SplitFolder,
+    check_links,
+    find_split,
+    is_image,
+    shortened,
+    visible,
+)
+from horovod_volo.data.reading import IMAGE_ENDINGS, START_BYTES, ending_of
 
 SHARDS_OPEN = 64
+
+
+class ImageList(ABC):
+    """The images of a split, in a fixed order, with their classes."""
+
+    classes: tuple[str, ...]
+    targets: NDArray[np.int32]  # (images,) positions in `classes`
+    digest: str  # identifies the images and their order: a resumed run must share it
+    source: str  # where the images are, for messages
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return "CLASS/NAME", which is unique."""
+
+    @abstractmethod
+    def location(self, index: int) -> str:
+        """Return where an image is, for messages."""
+
+    @abstractmethod
+    def read(self, index: int) -> NDArray[np.uint8]:
+        """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
+
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:  # noqa: B027  # most lists have no need of it
+        """Begin to read images that are needed soon, if that saves time."""
+
+    def number_as(self, classes: tuple[str, ...]) -> None:
+        """Number the classes by their positions among `classes`, which has all of them."""
+        number_of = {name: number for number, name in enumerate(classes)}
+        numbers = np.array([number_of[name] for name in self.classes], np.int32)
+        self.targets, self.classes = numbers[self.targets], classes
+
+    def close(self) -> None:  # noqa: B027
+        """Close all files."""
 
 
 class Catalog(ImageList):
@@ -92,8 +138,6 @@ class Catalog(ImageList):
             # A string, because Path interns every name in the interpreter's table.
             with open(f"{self.source}/{self.name(index)}", "rb", buffering=0) as file:  # noqa: PTH123
                 return file.read()
-        if entry.form == IN_PARTS:
-            raise ValueError("is a RecordIO record in several parts; convert such shards by `pack --from`")
         encoded = self._range_of_shard(entry)
         if len(encoded) < entry.length:
             raise ValueError("cannot be read: the shard has been cut short")
@@ -169,9 +213,7 @@ def in_memory(images: SplitFolder) -> Catalog:
     return Catalog(memory, path=None)
 
 
-def in_folder(
-    images: SplitFolder, folder: Path, split: Split, read_shard: ShardReader = tar_samples
-) -> Catalog:
+def in_folder(images: SplitFolder, folder: Path, split: Split) -> Catalog:
     """List the images of a split into a folder, or open the list there if it is up to date."""
     path = folder / f"{split}-{images.key}.catalog"
     existing = _open_if_valid(path)
@@ -179,7 +221,7 @@ def in_folder(
         return existing
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        list_images(images, file.fileno(), read_shard)
+        list_images(images, file.fileno())
     return Catalog(open_file(path), path)
 
 
@@ -188,3 +230,42 @@ def _open_if_valid(path: Path) -> Catalog | None:
         return Catalog(open_file(path), path)
     except (OSError, ValueError):
         return None
+
+
+# The class names, the class number of each label that the writer was given, and the names of the shards.
+Listed = tuple[tuple[str, ...], Sequence[int], tuple[str, ...]]
+LISTERS: Registry[Callable[[SplitFolder, CatalogWriter], Listed]] = Registry("format of images", "DATA_DIR")
+
+
+def list_images(images: SplitFolder, descriptor: int, sizes: Sequence[int] = ()) -> None:
+    """Write the catalog of a split into an open, empty file; with `sizes` of its shards, to be published."""
+    writer = CatalogWriter(descriptor)
+    classes, numbers, shards = LISTERS.find(images.format)(images, writer)
+    source, state = ("", "00" * STATE_BYTES) if sizes else (str(images.root), images.state)
+    writer.finish(classes, numbers, shards, source, state, sizes)
+
+
+def _list_folders(images: SplitFolder, writer: CatalogWriter) -> Listed:
+    """Add the images of all classes in order, each class sorted by name; of a part, those that it has."""
+    empty, lost, count = [], list[str](), 0
+    for number, name in enumerate(images.parts):
+        _, found, links = visible(images.root / name)
+        files = sorted(filter(is_image, found))
+        lost += [f"{name}/{file}" for file in filter(is_image, links)]
+        count += len(files)
+        if files:
+            writer.add(number, images.part.of(name, files) if images.part else files)
+        else:
+            empty.append(str(images.root / name))
+    check_links(images.root, lost, count)
+    if empty:
+        inside = sorted(each.name for each in Path(empty[0]).iterdir() if each.is_dir())
+        seen = f" The first has folders ({shortened(inside)}): classes are one level deep." if inside else ""
+        raise UserError(
+            f"no images in {shortened(empty)}.{seen} Add images "
+            f"({', '.join(IMAGE_ENDINGS)}) directly inside, or remove the folder."
+        )
+    return images.parts, range(len(images.parts)), ()
+
+
+LISTERS.register("folder", _list_folders)

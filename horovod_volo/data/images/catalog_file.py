@@ -33,9 +33,8 @@ STATE_BYTES = 32
 START = HEADER.size + 32  # of the sections after the checksum
 MAPPING_UNIT = 65536  # a multiple of every page size in use
 READ_BYTES = 2**22  # at a time
-# How the bytes of an image are stored: as a file, or as a range of a shard. IN_PARTS is a record of RecordIO
-# that is stored in several parts; only earlier versions listed such shards.
-AS_FILE, IN_SHARD, IN_PARTS = range(3)
+AS_FILE, IN_SHARD = range(2)  # how the bytes of an image are stored
+Label = int | str  # class number or name
 
 
 class CatalogEntry(NamedTuple):
@@ -46,7 +45,7 @@ class CatalogEntry(NamedTuple):
     length: int
     shard: int
     name_length: int
-    form: int  # AS_FILE, IN_SHARD or IN_PARTS
+    form: int  # AS_FILE or IN_SHARD
 
 
 RECORD = np.dtype(list(zip(CatalogEntry._fields, ("<u8", "<u8", "<u4", "<u4", "<u2", "<u2"), strict=True)))

@@ -15,7 +15,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +23,30 @@ from PIL import Image
 
 from horovod_volo.core import liveness
 from horovod_volo.core.errors import BadSampleError, UserError
-from horovod_volo.data.images.image_bytes import UNDECODABLE
-from horovod_volo.data.images.image_list import ImageList, Label, SampleSequence
+from horovod_volo.data.images.catalog import ImageList
+from horovod_volo.data.images.catalog_file import Label
 from horovod_volo.data.images.split_folder import Part, shortened
-from horovod_volo.data.reading import Encoded, to_ppm
+from horovod_volo.data.reading import UNDECODABLE, Encoded, to_ppm
 
 # What a data set raises for a damaged image. Any other error is one of its code.
 _DAMAGE = (OSError, EOFError, SyntaxError, ValueError)
 _LABEL_NAMES = ("label", "labels", "class", "target")
 _IMAGE_NAMES = ("image", "img")
 _WANTED = "the bytes of an image file, a path, a PIL image, or an array (height, width, 3) of uint8"
+
+
+class SampleSequence(Protocol):
+    """A data set of yours: anything with a length that gives (image, label) for a position.
+
+    The image is the bytes of an image file, a path, a PIL image, or an array (height, width, 3) or (height,
+    width) of uint8. The label is the number of a class, or its name. Two attributes are used if they are
+    there: `classes`, the names of the classes, and `targets`, the labels of all samples; without `targets`,
+    the start reads every sample once for its label. Samples are read by several threads.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]: ...
 
 
 class Numbering(NamedTuple):
@@ -115,35 +129,31 @@ class LooseImages:
 
 
 def _encoded(image: Any, location: str) -> Encoded:
+    """Return an image as the bytes of a file; pixels become PPM."""
     try:
-        found = encode(image)
+        if isinstance(image, str | os.PathLike):
+            image = Path(image).read_bytes()
+        if isinstance(image, bytes | bytearray | memoryview):
+            found = np.frombuffer(image, dtype=np.uint8)
+        elif isinstance(image, Image.Image):
+            found = to_ppm(image)
+        else:
+            found = _encoded_pixels(image, location)
     except UNDECODABLE as error:
         raise BadSampleError(f"{location} cannot be read: {error}") from error
-    if found is None:
-        raise UserError(f"the image of {location} is {_described(image)}, not {_WANTED}.")
     if not len(found):
         raise BadSampleError(f"{location} is empty")
     return found
 
 
-def encode(image: Any) -> Encoded | None:
-    """Return an image as the bytes of a file; None if it is none. Pixels become PPM."""
-    if isinstance(image, bytes | bytearray | memoryview):
-        return np.frombuffer(image, dtype=np.uint8)
-    if isinstance(image, str | os.PathLike):
-        return np.frombuffer(Path(image).read_bytes(), dtype=np.uint8)
-    if isinstance(image, Image.Image):
-        return to_ppm(image)
+def _encoded_pixels(image: Any, location: str) -> Encoded:
     pixels = np.asarray(image)
-    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3):
-        return None
-    if pixels.ndim == 3 and pixels.shape[2] not in (1, 3):
-        return None
+    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3))):
+        raise UserError(f"the image of {location} is {_described(image)}, not {_WANTED}.")
     if not pixels.size:
         raise ValueError("it has no pixels")
-    return to_ppm(
-        Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else np.ascontiguousarray(pixels))
-    )
+    plane = pixels[..., 0] if pixels.shape[2:] == (1,) else np.ascontiguousarray(pixels)
+    return to_ppm(Image.fromarray(plane))
 
 
 class HuggingFaceSamples:

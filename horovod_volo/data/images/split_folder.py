@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
+from horovod_volo.data.reading import IMAGE_ENDINGS
 
 Split = Literal["train", "val"]
 Format = Literal["folder", "tar", "tfrecord", "recordio"]

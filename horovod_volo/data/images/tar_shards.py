@@ -1,4 +1,4 @@
-"""Reads tar shards in WebDataset layout: KEY.jpg (or another image) followed or preceded by KEY.cls.
+"""Lists the images of tar shards in WebDataset layout: KEY.jpg (or another image) beside KEY.cls.
 
 The key is the file name up to its first dot. A shard with an index beside it is not searched. The index is in
 DALI's format: "v1.2 N", then one line per sample with ending, offset, size and name of each member.
@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog_file import OpenFile, open_file
-from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
-from horovod_volo.data.images.image_list import Label
+from horovod_volo.data.images.catalog import LISTERS, Listed
+from horovod_volo.data.images.catalog_file import CatalogWriter, Label, OpenFile, open_file
+from horovod_volo.data.images.split_folder import CLASSES_FILE, SplitFolder, shortened
+from horovod_volo.data.reading import IMAGE_ENDINGS
 
 INDEX_VERSION = "v1.2"
 MASK_ENDING = ".mask.png"  # of what follows an image for segmentation
@@ -25,6 +32,7 @@ _NAME, _SIZE, _MAGIC = slice(100), slice(124, 136), slice(257, 262)  # of a memb
 _END_BYTES = 2 * BLOCK_BYTES  # zeros that end a tar file
 _LONGEST_END_BYTES = 2**20  # GNU tar pads to at most that; longer ones are damage
 _LARGEST_CLASS = 2**31 - 1
+_SAMPLES_AT_A_TIME = 8192
 
 
 class ShardSample(NamedTuple):
@@ -37,6 +45,7 @@ class ShardSample(NamedTuple):
 
 
 ShardReader = Callable[[Path], Iterator[ShardSample]]  # yields the images of a shard in order
+ReadShard = Callable[[str], Iterator[ShardSample]]  # by the name of the shard
 
 
 class Member(NamedTuple):
@@ -45,6 +54,100 @@ class Member(NamedTuple):
     name: str
     offset: int
     size: int
+
+
+def list_shards(read_shard: ShardReader, images: SplitFolder, writer: CatalogWriter) -> Listed:
+    """Add all samples; the positions of their labels are the numbers passed to the writer."""
+    class_names = _read_class_names(images)
+    read = partial(_named, images.root, class_names, read_shard)
+    number_of: dict[Label, int] = {}
+    hashes: list[NDArray[np.int64]] = []
+    for number, shard in enumerate(images.parts):
+        samples = read(shard)
+        while chunk := list(islice(samples, _SAMPLES_AT_A_TIME)):
+            labels, names, offsets, lengths = zip(*chunk, strict=True)
+            numbers = [number_of.setdefault(label, len(number_of)) for label in labels]
+            writer.add(numbers, names, shard=number, offsets=offsets, lengths=lengths)
+            hashes.append(
+                np.fromiter((hash(_catalog_name(sample)) for sample in chunk), np.int64, len(chunk))
+            )
+    if not hashes:
+        raise UserError(f"no images in {images.root}: {shortened(images.parts)} hold none. Make them again.")
+    _check_unique(images, read, np.concatenate(hashes))
+    return (*_numbered(list(number_of), class_names, images.root), images.parts)
+
+
+def _named(
+    root: Path, class_names: tuple[str, ...], read_shard: ShardReader, shard: str
+) -> Iterator[ShardSample]:
+    """Yield the samples of a shard, with class names instead of numbers where classes.txt gives them."""
+    for sample in read_shard(root / shard):
+        label = sample.label
+        if class_names:
+            if not isinstance(label, int) or label >= len(class_names):
+                raise UserError(
+                    f"{sample.name} in {root / shard} is of class {label}, but {CLASSES_FILE} has "
+                    f"{len(class_names)} lines, numbered from 0. Mend {CLASSES_FILE}."
+                )
+            label = class_names[label]
+        name = sample.name.removeprefix(f"{label}/")
+        check_name(root / shard, f"{label}/{name}".lstrip("/"))
+        yield sample._replace(label=label, name=name)
+
+
+def _catalog_name(sample: ShardSample) -> str:
+    """Return the sample's name in the catalog."""
+    return sample.name if "/" in sample.name else f"{sample.label}/{sample.name}"
+
+
+def _check_unique(images: SplitFolder, read: ReadShard, hashes: NDArray[np.int64]) -> None:
+    unique, counts = np.unique(hashes, return_counts=True)
+    repeated = set(unique[counts > 1].tolist())
+    shard_of: dict[str, str] = {}
+    for shard in images.parts if repeated else ():
+        for name in map(_catalog_name, read(shard)):
+            if name in shard_of:
+                raise UserError(
+                    f"{images.root} has two images named {name}, in {shard_of[name]} and in {shard}. "
+                    "Label maps are found by name: make the shards again with unique names."
+                )
+            if hash(name) in repeated:
+                shard_of[name] = shard
+
+
+def _read_class_names(images: SplitFolder) -> tuple[str, ...]:
+    """Return the classes in classes.txt beside tar shards; empty without such a file."""
+    path = images.root / CLASSES_FILE
+    if images.format != "tar" or not path.is_file():
+        return ()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text in UTF-8. Save it as such, one class a line.") from None
+    names = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if repeated := sorted(name for name, lines in Counter(names).items() if lines > 1):
+        raise UserError(f"{path} names classes twice: {shortened(repeated)}. Give each class another name.")
+    return names
+
+
+def _numbered(
+    labels: list[Label], class_names: tuple[str, ...], root: Path
+) -> tuple[tuple[str, ...], list[int]]:
+    """Return the class names, and the class number of each label."""
+    names = [label for label in labels if isinstance(label, str)]
+    numbers = [label for label in labels if isinstance(label, int)]
+    if names and numbers:
+        raise UserError(
+            f"some images in {root} have a class by name ({names[0]}) and some only by number "
+            f"({numbers[0]}). Make the shards with one of them."
+        )
+    if names:
+        classes = class_names or tuple(sorted(names))
+        number_of = {name: number for number, name in enumerate(classes)}
+        return classes, [number_of[name] for name in names]
+    digits = len(str(max(numbers)))  # zero-padded: the text order is the numeric order
+    order = np.argsort(np.argsort(numbers))  # the position of each label in sorted order
+    return tuple(f"{number:0{digits}d}" for number in sorted(numbers)), order.tolist()
 
 
 def tar_members(shard: Path, file: OpenFile) -> Iterator[Member]:
@@ -166,3 +269,6 @@ def _wrong_index(index: Path, what: str) -> UserError:
         f"{index} {what}. Make this index again for the shard beside it, or remove it: without an index the "
         "shard is searched through."
     )
+
+
+LISTERS.register("tar", partial(list_shards, tar_samples))

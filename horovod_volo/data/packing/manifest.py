@@ -11,7 +11,8 @@ from typing import Any
 
 from horovod_volo.core.atomic_file import atomic_write, file_sha256, json_sha256
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.split_folder import CLASSES_FILE
+from horovod_volo.data.images.catalog import list_images
+from horovod_volo.data.images.split_folder import CLASSES_FILE, PUBLISHED_CATALOG, Split, find_split
 from horovod_volo.data.images.tar_shards import index_beside
 
 MANIFEST = "manifest.json"
@@ -105,3 +106,19 @@ def check_split(folder: Path, *, workers: int, progress: Callable[[int, int], No
 
 def _sha256_or_empty(path: Path) -> str:
     return file_sha256(path) if path.exists() else ""
+
+
+def publish_catalog(data_dir: str, split: Split) -> int:
+    """Write the list of a split's images beside its shards, for a server; return the number of shards.
+
+    It is the same for the same shards, wherever they are.
+    """
+    images = find_split(data_dir, split)
+    if images.format == "folder":
+        raise UserError(
+            f"{images.root} holds no shards, and only shards are read from a server. Pack it first."
+        )
+    sizes = [(images.root / shard).stat().st_size for shard in images.parts]
+    with atomic_write(images.root / PUBLISHED_CATALOG) as file:
+        list_images(images, file.fileno(), sizes=sizes)
+    return len(sizes)

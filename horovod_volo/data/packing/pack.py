@@ -15,16 +15,8 @@ from PIL import Image
 
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
-from horovod_volo.data.images.image_bytes import (
-    IMAGE_ENDINGS,
-    START_BYTES,
-    UNDECODABLE,
-    ending_of,
-    open_image,
-    to_rgb,
-)
-from horovod_volo.data.images.listing import publish_catalog
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, Format, Split
+from horovod_volo.data.packing.manifest import publish_catalog
 from horovod_volo.data.packing.packed_split import (
     WORK,
     Progress,
@@ -35,6 +27,7 @@ from horovod_volo.data.packing.packed_split import (
     pack_split,
 )
 from horovod_volo.data.packing.records import list_records, open_records
+from horovod_volo.data.reading import IMAGE_ENDINGS, START_BYTES, UNDECODABLE, ending_of, open_image, to_rgb
 from horovod_volo.data.sampler import packing_order
 
 _DRAFT_SCALE = 8  # decoding a JPEG at 1/8 scale is fast and still reads the whole file

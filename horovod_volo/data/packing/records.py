@@ -15,14 +15,14 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from horovod_volo.data.images.catalog import Catalog, in_folder, open_catalog
-from horovod_volo.data.images.catalog_file import open_file
-from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
-from horovod_volo.data.images.image_list import Label
+from horovod_volo.data.images.catalog import LISTERS, Catalog, in_folder, open_catalog
+from horovod_volo.data.images.catalog_file import Label, open_file
 from horovod_volo.data.images.split_folder import Format, Split, find_split
-from horovod_volo.data.images.tar_shards import ShardReader, ShardSample, damaged
+from horovod_volo.data.images.tar_shards import ShardSample, damaged, list_shards
+from horovod_volo.data.reading import START_BYTES, ending_of
 
 _IMAGE, _LABEL, _CLASS, _NAME = (
     b"image/encoded",
@@ -58,7 +58,7 @@ class _RecordIOCatalog(Catalog):
 def list_records(data_dir: str, split: Split, folder: Path, form: Format) -> Catalog:
     """List the images of one split of shards into a folder, or open the list there if it is up to date."""
     images = find_split(data_dir, split, records=form)
-    return in_folder(images, folder, split, _READERS[form])
+    return in_folder(images, folder, split)
 
 
 def open_records(path: Path, digest: str, form: Format) -> Catalog:
@@ -204,4 +204,5 @@ def _class_and_image(content: bytes) -> tuple[int, bytes]:
     return int(label), content[_HEADER.size + _ADDITIONAL.size * additional :]
 
 
-_READERS: dict[Format, ShardReader] = {"tfrecord": _tfrecord_samples, "recordio": _recordio_samples}
+LISTERS.register("tfrecord", partial(list_shards, _tfrecord_samples))
+LISTERS.register("recordio", partial(list_shards, _recordio_samples))
