@@ -29,7 +29,10 @@ EXTRAS: dict[str, dict[str, str]] = {
     "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.export"),
     "kind of data to pack": {"images with masks": "horovod_volo.dense.scene_shards"},
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
+    "operator of CPUs": {"outlook attention": "horovod_volo.kernels.outlook_gather"},
     "model": dict.fromkeys(("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"), "horovod_volo.models.lvvit"),
+    "batch norm over ranks": {"all": "horovod_volo.models.sync_batch_norm"},
+    "loss": {"bce": "horovod_volo.objective.binary_cross_entropy"},
     "optimizer": {
         "muon": "horovod_volo.optim.muon",
         "lamb": "horovod_volo.optim.trust_ratio",

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.core.operators import kernel_of
-from horovod_volo.models.outlook_gather import outlook_gather
+from horovod_volo.core.operators import cpu_operator, kernel_of
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ON_CPU = cpu_operator("outlook attention")
 
 
 def outlook(
@@ -34,8 +34,8 @@ def outlook(
     if fused is not None and geometry[3:] == [3, 1, 2] and values.dtype in _KERNEL_DTYPES:
         result: Tensor = fused(values, logits, heads, scale)[0]
         return result
-    if values.device.type == "cpu":
-        mixed: Tensor = outlook_gather(values, logits, geometry, scale)[0]
+    if values.device.type == "cpu" and _ON_CPU is not None:
+        mixed: Tensor = _ON_CPU(values, logits, geometry, scale)[0]
         return mixed
     return plain_outlook(values, logits, geometry, scale)
 
@@ -87,3 +87,17 @@ class Outlook(nn.Module):
         )
         result: Tensor = self.proj(mixed)
         return result
+
+
+def received(attention: Outlook, tokens: Tensor) -> Tensor:
+    """Return what positions of tokens (batch, height, width, channels) receive (batch, height, width)."""
+    height, width = tokens.shape[1:3]
+    pooled = attention.pool(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    positions = attention.kernel_size**2
+    logits = attention.attn(pooled).flatten(1, 2).unflatten(2, (attention.num_heads, positions, positions))
+    weights = (logits.float() * attention.scale).softmax(dim=-1)  # (batch, windows, heads, targets, sources)
+    by_source = weights.mean(dim=2).sum(dim=2).transpose(1, 2)  # (batch, sources, windows)
+    fold = {"kernel_size": attention.kernel_size, "padding": attention.padding, "stride": attention.stride}
+    received = F.fold(by_source, (height, width), **fold)
+    windows = F.fold(torch.ones_like(by_source), (height, width), **fold)  # that contain a position
+    return (received / windows).squeeze(1)

@@ -93,7 +93,7 @@ def test_blocks_of_a_kind_have_one_graph_on_a_gpu(
     rate: float, graphs: int, varying: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At low rates of drop path; at high ones also branches of a varying number of images."""
-    monkeypatch.setattr("horovod_volo.models.drop_path._masked_below", lambda _: 0.25)
+    monkeypatch.setattr("horovod_volo.models.blocks._masked_below", lambda _: 0.25)
     torch.manual_seed(0)
     layers = {"layers": (4, 4, 8, 2), "embed_dims": (48, 96, 96, 96), "num_heads": (2, 4, 4, 4)}
     model, counter = (

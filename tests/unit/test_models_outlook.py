@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 # The reference is timm's module. timm_api comes first, because timm imports torchvision.
-from horovod_volo.models import outlook_gather, timm_api
+from horovod_volo.kernels import outlook_gather
+from horovod_volo.models import timm_api
 from horovod_volo.models.build import build_model
 from horovod_volo.models.outlook import Outlook, outlook, plain_outlook
 from horovod_volo.models.volo import received_attention

@@ -10,8 +10,8 @@ import torch
 from network_samples import random_images, unchanged
 from torch import Tensor, nn
 
+from horovod_volo.models.blocks import ALL, DropPathSample, sample_drop_path
 from horovod_volo.models.build import build_model, training_forward
-from horovod_volo.models.drop_path import ALL, DropPathSample, sample_drop_path
 
 
 def rows_of(sample: DropPathSample, batch: int) -> list[int]:

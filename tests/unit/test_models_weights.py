@@ -16,8 +16,7 @@ from torch import Tensor
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model
-from horovod_volo.models.position_embedding import resize_position_embedding
-from horovod_volo.models.volo import Volo
+from horovod_volo.models.volo import Volo, resize_position_embedding
 from horovod_volo.models.weights import load_weights, read_weights
 
 State = dict[str, Tensor]

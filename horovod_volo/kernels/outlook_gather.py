@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from horovod_volo.core.operators import CPU_OPERATORS
+
 _CHUNK_WEIGHTS = 2**16  # attention weights that stay in cache
 # PyTorch warns once per process, because of the sparse product below.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
@@ -211,3 +213,4 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, No
 
 
 outlook_gather.register_autograd(_backward, setup_context=_setup_context)
+CPU_OPERATORS.register("outlook attention", outlook_gather)
