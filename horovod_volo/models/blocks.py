@@ -177,11 +177,11 @@ class TwoBranches(nn.Module):
 
 
 class Block(TwoBranches):
-    """timm's Outlooker or Transformer."""
+    """timm's Outlooker or Transformer, whose parameters it shares."""
 
-    def __init__(self, timm_block: Any, attention: nn.Module) -> None:
+    def __init__(self, timm_block: Any, attention: type[Attention] | type[Outlook]) -> None:
         super().__init__()
-        self.norm1, self.attn = timm_block.norm1, attention
+        self.norm1, self.attn = timm_block.norm1, attention(timm_block.attn)
         self.norm2, self.mlp = timm_block.norm2, Mlp(timm_block.mlp.fc1, timm_block.mlp.fc2)
         # Forward does not use these; they only hold the drop rates.
         self.drop_path1, self.drop_path2 = timm_block.drop_path1, timm_block.drop_path2
@@ -190,16 +190,6 @@ class Block(TwoBranches):
     def rates(self) -> tuple[float, float]:
         """Return the drop path rates of the two branches."""
         return _rate(self.drop_path1), _rate(self.drop_path2)
-
-
-def outlooker(timm_block: Any) -> Block:
-    """Build the block from timm's Outlooker, sharing its parameters."""
-    return Block(timm_block, Outlook(timm_block.attn))
-
-
-def transformer(timm_block: Any) -> Block:
-    """Build the block from timm's Transformer, sharing its parameters."""
-    return Block(timm_block, Attention(timm_block.attn))
 
 
 def _rate(drop_path: nn.Module) -> float:

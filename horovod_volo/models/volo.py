@@ -18,20 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from horovod_volo.models.blocks import (
-    Block,
-    DropPathSample,
-    outlooker,
-    sample_drop_path,
-    stem_input,
-    transformer,
-)
-from horovod_volo.models.outlook import received
+from horovod_volo.models.blocks import Attention, Block, DropPathSample, sample_drop_path, stem_input
+from horovod_volo.models.outlook import Outlook
 from horovod_volo.models.registry import ModelSpec, State, TimmExport, register_model
 from horovod_volo.models.timm_api import VOLO
 
 TokenSwap = Callable[[Tensor], Tensor]  # of a grid (batch, rows, columns, channels); its own inverse
-BlockRunner = Callable[..., Tensor]  # (block, tokens, *drop path samples of its branches) -> tokens
 
 # Layers, widths and heads of the outlooker stage and of the three transformer stages that follow it.
 SIZES: dict[str, dict[str, Any]] = {
@@ -55,9 +47,16 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def runner_of_blocks(model: Any, checkpointed: bool) -> BlockRunner:
-    """Return how the model runs blocks: plainly, or with activation checkpointing if that is on for them."""
-    return _checkpointed if checkpointed and model.grad_checkpointing and model.training else _plain
+def run_block(
+    model: Any, block: nn.Module, tokens: Tensor, *samples: DropPathSample, checkpointed: bool = True
+) -> Tensor:
+    """Run a block, with activation checkpointing if that is on for it."""
+    if not (checkpointed and model.grad_checkpointing and model.training):
+        plain: Tensor = block(tokens, *samples)
+        return plain
+    # Blocks draw no random numbers, so recomputation needs no saved generator state.
+    result: Tensor = checkpoint(block, tokens, *samples, use_reentrant=False, preserve_rng_state=False)
+    return result
 
 
 def run_blocks(
@@ -69,21 +68,9 @@ def run_blocks(
     checkpointed: bool = True,
 ) -> Tensor:
     """Run blocks of two branches one after the other."""
-    run = runner_of_blocks(model, checkpointed)
     for block in blocks:
-        tokens = run(block, tokens, next(samples), next(samples))
+        tokens = run_block(model, block, tokens, next(samples), next(samples), checkpointed=checkpointed)
     return tokens
-
-
-def _plain(block: nn.Module, tokens: Tensor, *samples: DropPathSample) -> Tensor:
-    result: Tensor = block(tokens, *samples)
-    return result
-
-
-def _checkpointed(block: nn.Module, tokens: Tensor, *samples: DropPathSample) -> Tensor:
-    # Blocks draw no random numbers, so recomputation needs no saved generator state.
-    result: Tensor = checkpoint(block, tokens, *samples, use_reentrant=False, preserve_rng_state=False)
-    return result
 
 
 class TwoHeads:
@@ -135,8 +122,8 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
             self.aux_head = None
         for number, stage in enumerate(self.network):
             if isinstance(stage, nn.Sequential):
-                build_block = outlooker if number == 0 else transformer
-                self.network[number] = nn.Sequential(*map(build_block, stage))
+                attention = Outlook if number == 0 else Attention
+                self.network[number] = nn.Sequential(*(Block(block, attention) for block in stage))
         self.grid = (self.pos_embed.shape[1], self.pos_embed.shape[2])
         # Listed once: finding them among hundreds of modules takes longer than sampling drop path.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
@@ -178,10 +165,10 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): the class token, after class attention, comes first."""
-        run = runner_of_blocks(self, self._checkpoints("transformers"))
+        checkpointed = self._checkpoints("transformers")
         features = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.post_network:
-            features = run(block, features)
+            features = run_block(self, block, features, checkpointed=checkpointed)
         return features
 
 
@@ -202,7 +189,8 @@ def received_attention(network: nn.Module, images: Tensor) -> Tensor | None:
         *before, last = network.network[0]
         for block in before:
             tokens = block(tokens)
-        return received(last.attn, last.norm1(tokens))
+        attention: Tensor = last.attn.received(last.norm1(tokens))
+        return attention
     finally:
         for module, is_training in modes.items():
             module.training = is_training

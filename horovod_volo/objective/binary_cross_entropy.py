@@ -21,8 +21,7 @@ from torch.nn.functional import softplus
 
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.objective.loss import Loss, SoftTargetLoss, build_targets, register_loss
-from horovod_volo.objective.soft_target import SoftTarget, check_rows, may_overwrite
-from horovod_volo.objective.sparse_cross_entropy import blocks
+from horovod_volo.objective.soft_target import SoftTarget, blocks, check_rows, may_overwrite
 
 
 def binary_cross_entropy(logits: Tensor, target: SoftTarget, threshold: float = 0.0) -> Tensor:

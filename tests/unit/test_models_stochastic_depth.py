@@ -36,19 +36,6 @@ def test_results_and_gradients_equal_the_masked_form(rows: list[int]) -> None:
         torch.testing.assert_close(torch.zeros_like(expected_grad) if grad is None else grad, expected_grad)
 
 
-def test_dropped_branches_are_not_computed() -> None:
-    computed: list[int] = []
-
-    def branch(tokens: Tensor) -> Tensor:
-        computed.append(len(tokens))
-        return tokens
-
-    DropPathSample(torch.tensor([1, 3]), 2.0).added(torch.ones(5, 2), branch)
-    DropPathSample(torch.tensor([], dtype=torch.int64), 2.0).added(torch.ones(5, 2), branch)
-    ALL.added(torch.ones(5, 2), branch)
-    assert computed == [2, 5]
-
-
 def test_each_image_keeps_a_branch_with_the_set_probability() -> None:
     batch, rates, draws = 6, [0.0, 0.1, 0.45, 0.9], 4000
     times = np.zeros((len(rates), batch))
