@@ -34,8 +34,7 @@ from horovod_volo.engine.banner import (
     training_line,
 )
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.models.build import hidden_matrices
-from horovod_volo.models.freezing import freeze, start_training
+from horovod_volo.models.build import freeze, hidden_matrices, start_training
 from horovod_volo.models.weights import TIMM
 from horovod_volo.optim.build import OPTIMIZERS
 from horovod_volo.plugins import check_names, load_plugins

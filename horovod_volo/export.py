@@ -108,7 +108,9 @@ def export(options: argparse.Namespace) -> None:
     _print_messages(trained)
     with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
         timm_export.write_timm_folder(trained, exported)
-        _compare_with_timm(trained, exported)
+        difference = timm_export.timm_difference(trained, exported)
+        if difference is not None:
+            _check_difference("timm", difference, _TIMM_TOLERANCE)
         if options.onnx:
             _write_onnx(trained, trained.network, ["logits"], exported, options)
         names = sorted(file.name for file in exported.iterdir())
@@ -146,14 +148,6 @@ def _print_messages(trained: PretrainedModel | Trained) -> None:
     unnamed = [] if trained.class_names else ["the weights hold no names of classes, nor will the export"]
     for message in trained.messages + unnamed:
         print(escape_controls(message))
-
-
-def _compare_with_timm(trained: PretrainedModel, folder: Path) -> None:
-    from horovod_volo.models.timm_export import timm_difference
-
-    difference = timm_difference(trained, folder)
-    if difference is not None:
-        _check_difference("timm", difference, _TIMM_TOLERANCE)
 
 
 def _write_onnx(

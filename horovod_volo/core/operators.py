@@ -19,6 +19,8 @@ Operator = Literal["outlook attention", "loss", "augmentation"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 # What --kernels takes: a function that chooses the kernels of a run and returns warnings.
 CHOICES: Registry[Callable[..., list[str]]] = Registry("choice of kernels", "--kernels")
+# Those that compute on a CPU whenever the extra is there: they need no choice.
+CPU_OPERATORS: Registry[Callable[..., Any]] = Registry("operator of CPUs", "--device cpu")
 _DEVICES = ("cuda", "meta")  # on meta, memory and time of a step on a GPU are estimated
 _kernels: dict[Operator, Any] = {}
 _speeds: dict[Operator, float] = {}  # of those in use
@@ -54,6 +56,11 @@ def estimated_with_kernels(choice: str) -> Iterator[None]:
         yield
     finally:
         use_kernels(before)
+
+
+def cpu_operator(name: Operator) -> Callable[..., Any] | None:
+    """Return the operator that computes on CPUs; None: PyTorch's operators do."""
+    return CPU_OPERATORS.find(name) if CPU_OPERATORS.has_extra(name) else None
 
 
 def describe_kernels() -> str:

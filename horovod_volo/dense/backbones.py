@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from horovod_volo.config.schema import Model
 from horovod_volo.core.errors import UserError
+from horovod_volo.models.blocks import sample_drop_path
 from horovod_volo.models.build import build_model, our_name, seed_torch
-from horovod_volo.models.drop_path import sample_drop_path
 from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.position_embedding import fit_position_embedding, resize_position_embedding
 from horovod_volo.models.timm_api import create_model, get_pretrained_cfg
-from horovod_volo.models.volo import Volo, run_blocks
+from horovod_volo.models.volo import Volo, fit_position_embedding, resize_position_embedding, run_blocks
 
 _STRIDE = 16
 

@@ -37,7 +37,7 @@ from horovod_volo.models.build import (
     spec_of,
     training_forward,
 )
-from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
+from horovod_volo.models.registry import NORMS_OVER_RANKS
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.models.weights_header import finetune_warnings
 from horovod_volo.objective.loss import LOSSES
@@ -83,7 +83,7 @@ class Classification:
             aux_head=trains_aux_head(config),
         )
         if settings.sync_bn == "all":
-            synchronize_norms(network)
+            NORMS_OVER_RANKS.find("all").synchronize(network)
         forward = training_forward(network)
         return Network(
             network,
@@ -96,7 +96,7 @@ class Classification:
         self, config: Config, world: World, data: Images, resources: RankResources, network: nn.Module
     ) -> ClassificationLearner:
         if config.model.sync_bn == "all":
-            connect_norms(network, WorldSums(world))
+            NORMS_OVER_RANKS.find("all").connect(network, WorldSums(world))
         return build_learner(config, world, data, resources, network)
 
     def metadata(self, config: Config) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from horovod_volo.engine.log_point import log_bad_samples, log_point
 from horovod_volo.engine.step import train_step
 from horovod_volo.engine.step_record import is_due, with_pictures
 from horovod_volo.engine.task import Metrics
-from horovod_volo.models.freezing import start_training
+from horovod_volo.models.build import start_training
 
 
 def fit(context: TrainContext) -> bool:

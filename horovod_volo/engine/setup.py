@@ -29,8 +29,8 @@ from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState, build_state
 from horovod_volo.engine.task import Task
-from horovod_volo.models.compiled import check_compiler
 from horovod_volo.models.precision import precision_warnings
+from horovod_volo.models.registry import COMPILERS
 from horovod_volo.monitor.logger import Logger, NullLogger, check_packages
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
@@ -211,4 +211,4 @@ def _check(config: Config) -> None:
         PROFILERS.find("steps")
     check_packages(loggers(config.logging))
     if config.model.compile:
-        check_compiler()
+        COMPILERS.find("inductor").check()

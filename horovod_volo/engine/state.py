@@ -16,12 +16,17 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.engine.task import Task
-from horovod_volo.models.build import exempt_from_decay, hidden_matrices, layer_numbers
-from horovod_volo.models.compiled import compile_blocks
-from horovod_volo.models.freezing import freeze, start_training
+from horovod_volo.models.build import (
+    exempt_from_decay,
+    freeze,
+    hidden_matrices,
+    layer_numbers,
+    start_training,
+)
 from horovod_volo.models.precision import fix_convolutions, set_tf32
+from horovod_volo.models.registry import COMPILERS
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
-from horovod_volo.optim.ema import Average, Ema, NoAverage
+from horovod_volo.optim.ema import Average, Ema
 
 _OPTIMIZER, _EXCHANGE = "optimizer", "exchange"  # files of a checkpoint that are not loaded like the others
 
@@ -132,10 +137,10 @@ def build_state(
     average = (
         Ema(model, reducer.buckets, update.ema_decay, warmup=update.ema_warmup)
         if update.ema_decay
-        else NoAverage()
+        else Average()
     )
     if settings.compile:
-        compile_blocks(model)
+        COMPILERS.find("inductor").compile_blocks(model)
     return TrainState(model, heads, reducer, optimizer, spec.state_keys, average, scaler), warnings
 
 

@@ -7,6 +7,7 @@ rounding of interpolated pixels; colours are equal bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum, auto
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,27 @@ _STATISTICS_BLOCK = 4096
 # Columns of the parameters of an image: operation, whether it is bicubic, argument, then six of a matrix.
 COLUMNS = 9
 LEVELS = 256
+
+
+class PixelOp(IntEnum):
+    """What the kernels do to an image."""
+
+    COPY = 0
+    INVERT = auto()
+    POSTERIZE = auto()  # argument: the mask of the bits that stay
+    SOLARIZE = auto()
+    SOLARIZE_ADD = auto()
+    BRIGHTNESS = auto()
+    COLOR = auto()
+    SHARPNESS = auto()
+    AUTO_CONTRAST = auto()  # from here to CONTRAST: by a table of the image's statistics
+    EQUALIZE = auto()
+    CONTRAST = auto()
+    ALONG_X = auto()  # matrix: pixels per row, pixels
+    ALONG_Y = auto()
+    ROTATE = auto()  # matrix: from pixels to coordinates from -1 to 1, the last column less 1
+
+
 _PIXEL_OPS: dict[Any, PixelOp] = {
     color_ops.auto_contrast: PixelOp.AUTO_CONTRAST,
     color_ops.equalize: PixelOp.EQUALIZE,
@@ -62,7 +84,7 @@ def statistics_tables(images: Tensor, parameters: Tensor) -> Tensor:
 def apply_layer(result: Tensor, images: Tensor, parameters: Tensor, tables: Tensor) -> None:
     """Apply one operation to each of the images (batch, 3, height, width).
 
-    `parameters` is (batch, COLUMNS) float64, because positions are computed in it; see `codes.PixelOp`.
+    `parameters` is (batch, COLUMNS) float64, because positions are computed in it; see `PixelOp`.
     """
     from horovod_volo.kernels import augment_kernels as kernels
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from horovod_volo.kernels.codes import PixelOp
+from horovod_volo.kernels.augment import PixelOp
 
 INVERT = tl.constexpr(int(PixelOp.INVERT))
 POSTERIZE = tl.constexpr(int(PixelOp.POSTERIZE))

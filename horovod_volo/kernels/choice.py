@@ -22,9 +22,8 @@ from horovod_volo.core.operators import CHOICES, Operator, use_kernels
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
-from horovod_volo.kernels import augment, outlook, soft_cross_entropy  # noqa: F401  they register themselves
-from horovod_volo.models.outlook import Outlook
-from horovod_volo.models.outlook import outlook as outlook_attention
+from horovod_volo.kernels import augment, network  # noqa: F401  they register themselves
+from horovod_volo.models.outlook import Outlook, outlook
 from horovod_volo.models.precision import autocast
 from horovod_volo.objective.soft_target import SoftTarget, cross_entropy
 
@@ -132,10 +131,7 @@ def kernel_checks(
 
 def _outlook_of(layer: Outlook) -> Callable[[Tensor, Tensor], list[Tensor]]:
     def compute(values: Tensor, logits: Tensor) -> list[Tensor]:
-        mixed = outlook_attention(
-            values, logits, heads=layer.num_heads, kernel=layer.kernel_size, padding=layer.padding,
-            stride=layer.stride, scale=layer.scale,
-        )  # fmt: skip
+        mixed = outlook(values, logits, layer.geometry(logits), layer.scale)
         return [mixed, *torch.autograd.grad(mixed.sum() + mixed.square().sum(), [values, logits])]
 
     return compute

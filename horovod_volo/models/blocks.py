@@ -1,19 +1,104 @@
 """VOLO's blocks for training, built from timm's blocks, whose parameters they share under the same names.
 
-In evaluation they compute what timm's blocks compute. In training, dropped branches are not computed (drop
-path), outlook attention uses neither unfold nor fold, and self-attention uses the device's fastest kernel.
+In evaluation they compute what timm's blocks compute. In training, outlook attention uses neither unfold nor
+fold, self-attention uses the device's fastest kernel, and drop path (stochastic depth) computes a residual
+branch only for the images that keep it. As in the usual form, which computes every branch and multiplies
+dropped ones by zero, each image keeps a branch with probability 1 - rate, and a kept branch is divided by
+this probability. The number of images that keep it is the expected one, rounded up or down at random, so that
+all ranks have equal work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models.drop_path import ALL, DropPathSample
+from horovod_volo.core.batch import copy_async
+from horovod_volo.core.rng import generator
 from horovod_volo.models.outlook import Outlook
+
+Branch = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class DropPathSample:
+    """The images of a batch that keep a branch, and the scale of the branch.
+
+    The branch is computed for the images in `rows`, or for all and masked.
+    """
+
+    rows: Tensor | None = None  # (kept,) int64; None: all images
+    scale: float = 1.0
+    mask: Tensor | None = None  # (batch,) float32: 1 for images that keep the branch, else 0
+    factors: Tensor | None = None  # (batch,) float32: the mask times the scale
+
+    def added(self, tokens: Tensor, branch: Branch, weight: float = 1.0) -> Tensor:
+        """Return tokens (batch, ..., channels) with the weighted branch added for the images that keep it."""
+        if self.rows is None:
+            return self._added_to_all(tokens, branch(tokens), weight)
+        if not len(self.rows):
+            return tokens
+        result = branch(tokens.index_select(0, self.rows))
+        return tokens.index_add(0, self.rows, result.to(tokens.dtype), alpha=weight * self.scale)
+
+    def _added_to_all(self, tokens: Tensor, result: Tensor, weight: float) -> Tensor:
+        if self.mask is None or self.factors is None:
+            return torch.add(tokens, result, alpha=weight * self.scale)
+        of_images = (-1, *[1] * (tokens.ndim - 1))
+        if torch.compiler.is_compiling():  # the scale of each block would be a constant of its own graph
+            factors = self.factors.view(of_images)  # bf16 would round them
+            return torch.addcmul(tokens, result, factors, value=weight).to(tokens.dtype)
+        mask = self.mask.to(tokens.dtype).view(of_images)
+        return torch.addcmul(tokens, result, mask, value=weight * self.scale)
+
+
+ALL = DropPathSample()
+
+
+def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
+    """Sample the images of a batch that keep each branch; `rates` are the drop rates of the branches.
+
+    `seed` is 64 random bits for this micro-batch; it may be None if all rates are 0. Sampling is on the host:
+    the result is the same for every device, and the host knows the shapes without waiting for the device.
+    """
+    if not any(rates):
+        return [ALL] * len(rates)
+    if seed is None:
+        raise ValueError("drop path needs a seed in training")
+    batch, device = len(tokens), tokens.device
+    random = generator(seed)
+    keep_rates = 1.0 - np.asarray(rates)
+    # On average batch x keep rate.
+    counts = np.floor(batch * keep_rates + random.random(len(rates))).astype(np.int64)
+    orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
+    scales = 1.0 / keep_rates
+    is_masked = np.asarray(rates) < _masked_below(device)
+    masks = np.argsort(orders[is_masked], axis=1) < counts[is_masked, None]  # (masked branches, batch)
+    factors = np.stack([masks, scales[is_masked, None] * masks], axis=1).astype(np.float32)
+    of_masked = iter(copy_async(factors, device))
+    return [
+        DropPathSample(None, scale, *next(of_masked))
+        if masked
+        else DropPathSample(None if count == batch else row[:count], scale)
+        for masked, count, scale, row in zip(
+            is_masked.tolist(), counts.tolist(), scales.tolist(), copy_async(orders, device), strict=True
+        )
+    ]
+
+
+def _masked_below(device: torch.device) -> float:
+    """Return the rate below which branches are computed for all images.
+
+    On a GPU, gathering the images that keep them would cost more (`bench roofline`), and shapes stay the same
+    from step to step.
+    """
+    return 0.0 if device.type == "cpu" else 0.25
 
 
 class Attention(nn.Module):
@@ -92,11 +177,11 @@ class TwoBranches(nn.Module):
 
 
 class Block(TwoBranches):
-    """timm's Outlooker or Transformer."""
+    """timm's Outlooker or Transformer, whose parameters it shares."""
 
-    def __init__(self, timm_block: Any, attention: nn.Module) -> None:
+    def __init__(self, timm_block: Any, attention: type[Attention] | type[Outlook]) -> None:
         super().__init__()
-        self.norm1, self.attn = timm_block.norm1, attention
+        self.norm1, self.attn = timm_block.norm1, attention(timm_block.attn)
         self.norm2, self.mlp = timm_block.norm2, Mlp(timm_block.mlp.fc1, timm_block.mlp.fc2)
         # Forward does not use these; they only hold the drop rates.
         self.drop_path1, self.drop_path2 = timm_block.drop_path1, timm_block.drop_path2
@@ -105,16 +190,6 @@ class Block(TwoBranches):
     def rates(self) -> tuple[float, float]:
         """Return the drop path rates of the two branches."""
         return _rate(self.drop_path1), _rate(self.drop_path2)
-
-
-def outlooker(timm_block: Any) -> Block:
-    """Build the block from timm's Outlooker, sharing its parameters."""
-    return Block(timm_block, Outlook(timm_block.attn))
-
-
-def transformer(timm_block: Any) -> Block:
-    """Build the block from timm's Transformer, sharing its parameters."""
-    return Block(timm_block, Attention(timm_block.attn))
 
 
 def _rate(drop_path: nn.Module) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from horovod_volo.core.errors import UserError
@@ -25,6 +26,7 @@ from horovod_volo.models.timm_api import (
 from horovod_volo.models.volo import TokenSwap
 
 _IMAGE_CHANNELS = 3
+_BACKBONE, _STEM, _BLOCKS = "backbone", "stem", "blocks:"  # of --freeze
 
 # (images, swap_tokens, drop_path_seed of 64 bits) -> class logits (batch, classes), token logits (batch,
 # tokens, classes); the latter are empty for a model without them.
@@ -219,3 +221,59 @@ def our_name(name: str) -> str:
     """Return our name of a timm model that is registered here too, or the name unchanged."""
     own = name.split(".")[0].rsplit("_", 1)[0]  # timm's: MODEL_SIZE.WEIGHTS
     return own if registered_model(own) else name
+
+
+def freeze(network: nn.Module, parts: str, heads: Collection[str]) -> None:
+    """Freeze the parts of a network that --freeze lists, separated by commas; `heads` compute its logits."""
+    frozen = {
+        name for part in filter(None, parts.split(",")) for name in _names(network, part.strip(), heads)
+    }
+    parameters = dict(network.named_parameters())
+    if frozen == parameters.keys():
+        raise UserError(f"--freeze {parts} leaves no parameter to train. Freeze less.")
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+
+
+def start_training(network: nn.Module) -> None:
+    """Switch to training, except for batch norm that is frozen."""
+    network.train()
+    for module in network.modules():
+        if isinstance(module, _BatchNorm) and _is_frozen(module):
+            module.eval()
+
+
+def _is_frozen(norm: _BatchNorm) -> bool:
+    own = list(norm.parameters())
+    return bool(own) and not any(parameter.requires_grad for parameter in own)
+
+
+def _names(network: nn.Module, part: str, heads: Collection[str]) -> set[str]:
+    """Return the names of a part's parameters: a part by its word, or a prefix of their names."""
+    names = [name for name, _ in network.named_parameters()]
+    if part == _BACKBONE and not hasattr(network, _BACKBONE):  # otherwise it is a prefix
+        prefixes = tuple(f"{head}." for head in heads)
+        return {name for name in names if not name.startswith(prefixes)}
+    if part == _STEM or part.startswith(_BLOCKS):
+        return _lowest_layers(network, part)
+    found = {name for name in names if name.startswith(part)}
+    if not found:
+        words = [_BACKBONE, _STEM, *dict.fromkeys(name.split(".")[0] for name in names)]
+        raise UserError(
+            f"--freeze {part}: no parameter has a name that begins so.{nearest(part, words)} It takes "
+            f"{_BACKBONE}, {_STEM}, {_BLOCKS}N, or prefixes such as {', '.join(words[2:6])}."
+        )
+    return found
+
+
+def _lowest_layers(network: nn.Module, part: str) -> set[str]:
+    """Return the parameters of the stem and, for blocks:N, of the N layers behind it."""
+    numbers = layer_numbers(network)
+    most = max(numbers.values()) - 1  # the last layer is that of the heads
+    count = part.removeprefix(_BLOCKS)
+    last = 0 if part == _STEM else int(count) if count.isdecimal() else -1
+    if not 0 <= last <= most:
+        raise UserError(
+            f"--freeze {part}: give {_BLOCKS}N with N from 0, the stem alone, to {most}, all but the heads."
+        )
+    return {name for name, number in numbers.items() if number <= last}

@@ -13,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models.blocks import Mlp, TwoBranches, stem_input
-from horovod_volo.models.drop_path import sample_drop_path
-from horovod_volo.models.position_embedding import fit_position_embedding
+from horovod_volo.models.blocks import Mlp, TwoBranches, sample_drop_path, stem_input
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
-from horovod_volo.models.volo import TwoHeads, build_network, run_blocks
+from horovod_volo.models.volo import TwoHeads, build_network, fit_position_embedding, run_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
     "lvvit_t": {"layers": 12, "embed_dim": 240, "num_heads": 4, "stem_width": 64, "residual_divisor": 1.0},

@@ -13,29 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.core.operators import kernel_of
-from horovod_volo.models.outlook_gather import outlook_gather
+from horovod_volo.core.operators import cpu_operator, kernel_of
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ON_CPU = cpu_operator("outlook attention")
 
 
-def outlook(
-    values: Tensor, logits: Tensor, *, heads: int, kernel: int, padding: int, stride: int, scale: float
-) -> Tensor:
+def outlook(values: Tensor, logits: Tensor, geometry: list[int], scale: float) -> Tensor:
     """Return outlook attention of values (batch, height, width, channels), in the same shape.
 
     `logits` (batch, rows, columns, heads * kernel⁴) are attention logits: for each window, head and target
-    position in the window, one per source position.
+    position in the window, one per source position. `geometry` is rows and columns of windows, heads, kernel,
+    padding, stride.
     """
-    geometry = [logits.shape[1], logits.shape[2], heads, kernel, padding, stride]
     if values.dtype != logits.dtype:
         return plain_outlook(values, logits, geometry, scale)
     fused = kernel_of("outlook attention", values)
     if fused is not None and geometry[3:] == [3, 1, 2] and values.dtype in _KERNEL_DTYPES:
-        result: Tensor = fused(values, logits, heads, scale)[0]
+        result: Tensor = fused(values, logits, geometry[2], scale)[0]
         return result
-    if values.device.type == "cpu":
-        mixed: Tensor = outlook_gather(values, logits, geometry, scale)[0]
+    if values.device.type == "cpu" and _ON_CPU is not None:
+        mixed: Tensor = _ON_CPU(values, logits, geometry, scale)[0]
         return mixed
     return plain_outlook(values, logits, geometry, scale)
 
@@ -55,12 +53,6 @@ def plain_outlook(values: Tensor, logits: Tensor, geometry: list[int], scale: fl
     return folded.permute(0, 2, 3, 1)
 
 
-def _pool(pixels: Tensor, pool: Any) -> Tensor:
-    # Permuted to channels first, the pixels have the channels-last memory format, which the pool keeps.
-    pooled: Tensor = pool(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-    return pooled
-
-
 class Outlook(nn.Module):
     """timm's OutlookAttention, built from such a module, whose parameters it shares."""
 
@@ -76,14 +68,29 @@ class Outlook(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return pixels of the same shape (batch, height, width, channels)."""
-        mixed = outlook(
-            self.v(pixels),
-            self.attn(_pool(pixels, self.pool)),
-            heads=self.num_heads,
-            kernel=self.kernel_size,
-            padding=self.padding,
-            stride=self.stride,
-            scale=self.scale,
-        )
-        result: Tensor = self.proj(mixed)
+        values, logits = self.v(pixels), self.logits(pixels)
+        result: Tensor = self.proj(outlook(values, logits, self.geometry(logits), self.scale))
         return result
+
+    def logits(self, pixels: Tensor) -> Tensor:
+        """Return the attention logits of windows (batch, rows, columns, heads * kernel⁴)."""
+        # Permuted to channels first, the pixels have the channels-last memory format, which the pool keeps.
+        result: Tensor = self.attn(self.pool(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        return result
+
+    def geometry(self, logits: Tensor) -> list[int]:
+        """Return the geometry of the windows of these logits."""
+        return [*logits.shape[1:3], self.num_heads, self.kernel_size, self.padding, self.stride]
+
+    def received(self, pixels: Tensor) -> Tensor:
+        """Return the attention that positions receive (batch, height, width); on average it is 1."""
+        height, width = pixels.shape[1:3]
+        places = self.kernel_size**2
+        by_window = self.logits(pixels).flatten(1, 2)
+        logits = torch.unflatten(by_window, 2, (self.num_heads, places, places))
+        weights = (logits.float() * self.scale).softmax(dim=-1)  # (batch, windows, heads, targets, sources)
+        by_source = weights.mean(dim=2).sum(dim=2).transpose(1, 2)  # (batch, sources, windows)
+        fold = {"kernel_size": self.kernel_size, "padding": self.padding, "stride": self.stride}
+        received = F.fold(by_source, (height, width), **fold)
+        windows = F.fold(torch.ones_like(by_source), (height, width), **fold)  # that contain a position
+        return (received / windows).squeeze(1)

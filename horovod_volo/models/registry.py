@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -69,7 +69,23 @@ class ModelSpec:
     export: TimmExport | None = None
 
 
+class NormsOverRanks(NamedTuple):
+    """Batch norm over the images of all ranks (models/sync_batch_norm.py)."""
+
+    synchronize: Callable[[nn.Module], None]  # makes a network's batch norms such layers
+    connect: Callable[[nn.Module, Any], int]  # lets them exchange with other ranks
+
+
+class Compiler(NamedTuple):
+    """torch.compile for the repeated blocks of a model (models/compiled.py)."""
+
+    check: Callable[[], None]  # raises UserError if a program is missing that it needs
+    compile_blocks: Callable[[nn.Module], None]
+
+
 MODELS: Registry[ModelSpec] = Registry("model", "--model")
+NORMS_OVER_RANKS: Registry[NormsOverRanks] = Registry("batch norm over ranks", "--sync-bn")
+COMPILERS: Registry[Compiler] = Registry("compiler of blocks", "--compile")
 
 
 def register_model(spec: ModelSpec) -> None:

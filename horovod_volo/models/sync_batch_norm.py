@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.models.registry import NORMS_OVER_RANKS, NormsOverRanks
 
 
 class RankSums(Protocol):
@@ -205,3 +206,6 @@ def synchronize_norms(network: nn.Module) -> None:
             norm.__class__ = SyncBatchNorm
         elif isinstance(norm, nn.modules.batchnorm._BatchNorm) and not isinstance(norm, SyncBatchNorm):
             raise UserError(f"--sync-bn all: {name} is a {type(norm).__name__}. Use --sync-bn heads.")
+
+
+NORMS_OVER_RANKS.register("all", NormsOverRanks(synchronize_norms, connect_norms))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,8 @@ def architecture_of(name: str) -> str:
     spec = registered_model(name)
     if spec is None:
         return name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
-    known = spec.export is not None and is_model(spec.export.architecture)
-    return spec.export.architecture if spec.export is not None and known else name
+    export = spec.export
+    return export.architecture if export is not None and is_model(export.architecture) else name
 
 
 def _arguments(trained: PretrainedModel) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def how_timm_loads(name: str, folder: Path) -> str:
     return f"{refused}; {full_name} can, given num_classes and model_args of {CONFIG}."
 
 
-def _timm_constructor(name: str) -> Any:
+def _timm_constructor(name: str) -> Callable[..., nn.Module] | None:
     """Return timm's class for a model that timm has no architecture of, or None."""
     spec = registered_model(name)
     return spec.export.constructor if spec is not None and spec.export is not None else None
@@ -164,32 +164,26 @@ def _timm_constructor(name: str) -> Any:
 
 def timm_difference(trained: PretrainedModel, folder: Path) -> float | None:
     """Return the largest difference from the logits of timm's model; None: timm cannot load it."""
-    images = fixed_images(2, trained.image_side)
-    # With weights that require gradients, torch uses other kernels, which round differently.
-    loaded = [network.eval().requires_grad_(False) for network in _loaded_by_timm(folder)]
-    if not loaded:
+    network = _loaded_by_timm(folder)
+    if network is None:
         return None
+    network.eval().requires_grad_(False)  # otherwise torch uses other kernels, which round differently
+    images = fixed_images(2, trained.image_side)
     with torch.inference_mode():
-        expected = trained.network(images)
-        return max(float((network(images) - expected).abs().max()) for network in loaded)
+        return float((network(images) - trained.network(images)).abs().max())
 
 
-def _loaded_by_timm(folder: Path) -> list[nn.Module]:
+def _loaded_by_timm(folder: Path) -> nn.Module | None:
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    architecture, arguments = config["architecture"], config.get("model_args", {})
-    settings = {"num_classes": config["num_classes"], **arguments}
-    weights = folder / WEIGHTS
-    if is_model(architecture):
-        return [
-            create_model(f"local-dir:{folder}", pretrained=True),
-            create_model(architecture, checkpoint_path=str(weights), **settings),
-        ]
-    constructor = _timm_constructor(architecture)
+    if is_model(config["architecture"]):
+        known: nn.Module = create_model(f"local-dir:{folder}", pretrained=True)
+        return known
+    constructor = _timm_constructor(config["architecture"])
     if constructor is None:
-        return []
-    network: nn.Module = constructor(**settings)
-    network.load_state_dict(load_file(weights))
-    return [network]
+        return None
+    network = constructor(num_classes=config["num_classes"], **config.get("model_args", {}))
+    network.load_state_dict(load_file(folder / WEIGHTS))
+    return network
 
 
 def fixed_images(count: int, height: int, width: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ head. Parameter names and the results of evaluation are timm's, so checkpoints a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,15 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from horovod_volo.models.blocks import Block, outlooker, stem_input, transformer
-from horovod_volo.models.drop_path import DropPathSample, sample_drop_path
+from horovod_volo.models.blocks import Attention, Block, DropPathSample, sample_drop_path, stem_input
 from horovod_volo.models.outlook import Outlook
-from horovod_volo.models.position_embedding import fit_position_embedding
-from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
+from horovod_volo.models.registry import ModelSpec, State, TimmExport, register_model
 from horovod_volo.models.timm_api import VOLO
 
 TokenSwap = Callable[[Tensor], Tensor]  # of a grid (batch, rows, columns, channels); its own inverse
-BlockRunner = Callable[..., Tensor]  # (block, tokens, *drop path samples of its branches) -> tokens
 
 # Layers, widths and heads of the outlooker stage and of the three transformer stages that follow it.
 SIZES: dict[str, dict[str, Any]] = {
@@ -49,9 +47,16 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def runner_of_blocks(model: Any, checkpointed: bool) -> BlockRunner:
-    """Return how the model runs blocks: plainly, or with activation checkpointing if that is on for them."""
-    return _checkpointed if checkpointed and model.grad_checkpointing and model.training else _plain
+def run_block(
+    model: Any, block: nn.Module, tokens: Tensor, *samples: DropPathSample, checkpointed: bool = True
+) -> Tensor:
+    """Run a block, with activation checkpointing if that is on for it."""
+    if not (checkpointed and model.grad_checkpointing and model.training):
+        plain: Tensor = block(tokens, *samples)
+        return plain
+    # Blocks draw no random numbers, so recomputation needs no saved generator state.
+    result: Tensor = checkpoint(block, tokens, *samples, use_reentrant=False, preserve_rng_state=False)
+    return result
 
 
 def run_blocks(
@@ -63,21 +68,9 @@ def run_blocks(
     checkpointed: bool = True,
 ) -> Tensor:
     """Run blocks of two branches one after the other."""
-    run = runner_of_blocks(model, checkpointed)
     for block in blocks:
-        tokens = run(block, tokens, next(samples), next(samples))
+        tokens = run_block(model, block, tokens, next(samples), next(samples), checkpointed=checkpointed)
     return tokens
-
-
-def _plain(block: nn.Module, tokens: Tensor, *samples: DropPathSample) -> Tensor:
-    result: Tensor = block(tokens, *samples)
-    return result
-
-
-def _checkpointed(block: nn.Module, tokens: Tensor, *samples: DropPathSample) -> Tensor:
-    # Blocks draw no random numbers, so recomputation needs no saved generator state.
-    result: Tensor = checkpoint(block, tokens, *samples, use_reentrant=False, preserve_rng_state=False)
-    return result
 
 
 class TwoHeads:
@@ -129,8 +122,8 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
             self.aux_head = None
         for number, stage in enumerate(self.network):
             if isinstance(stage, nn.Sequential):
-                build_block = outlooker if number == 0 else transformer
-                self.network[number] = nn.Sequential(*map(build_block, stage))
+                attention = Outlook if number == 0 else Attention
+                self.network[number] = nn.Sequential(*(Block(block, attention) for block in stage))
         self.grid = (self.pos_embed.shape[1], self.pos_embed.shape[2])
         # Listed once: finding them among hundreds of modules takes longer than sampling drop path.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
@@ -172,10 +165,10 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): the class token, after class attention, comes first."""
-        run = runner_of_blocks(self, self._checkpoints("transformers"))
+        checkpointed = self._checkpoints("transformers")
         features = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.post_network:
-            features = run(block, features)
+            features = run_block(self, block, features, checkpointed=checkpointed)
         return features
 
 
@@ -196,24 +189,63 @@ def received_attention(network: nn.Module, images: Tensor) -> Tensor | None:
         *before, last = network.network[0]
         for block in before:
             tokens = block(tokens)
-        return _received(last.attn, last.norm1(tokens))
+        attention: Tensor = last.attn.received(last.norm1(tokens))
+        return attention
     finally:
         for module, is_training in modes.items():
             module.training = is_training
 
 
-def _received(attention: Outlook, tokens: Tensor) -> Tensor:
-    """Return what positions of tokens (batch, height, width, channels) receive (batch, height, width)."""
-    height, width = tokens.shape[1:3]
-    pooled = attention.pool(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-    positions = attention.kernel_size**2
-    logits = attention.attn(pooled).flatten(1, 2).unflatten(2, (attention.num_heads, positions, positions))
-    weights = (logits.float() * attention.scale).softmax(dim=-1)  # (batch, windows, heads, targets, sources)
-    by_source = weights.mean(dim=2).sum(dim=2).transpose(1, 2)  # (batch, sources, windows)
-    fold = {"kernel_size": attention.kernel_size, "padding": attention.padding, "stride": attention.stride}
-    received = F.fold(by_source, (height, width), **fold)
-    windows = F.fold(torch.ones_like(by_source), (height, width), **fold)  # that contain a position
-    return (received / windows).squeeze(1)
+def fit_position_embedding(model: nn.Module, state: State) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the weights with `pos_embed` reshaped or resized to the model's if possible, and messages."""
+    given = dict(state)
+    old, new = given.get("pos_embed"), model.state_dict()["pos_embed"]
+    if old is None or old.shape == new.shape or old.shape[:1] != (1,) or not old.numel():
+        return given, []
+    reshaped: list[str] = []
+    if old.ndim == 3 and new.ndim == 4:
+        old, reshaped = _as_grid(old)
+        given["pos_embed"] = old
+    if old.shape == new.shape:
+        return given, reshaped
+    if old.ndim != new.ndim or old.shape[-1] != new.shape[-1]:
+        return given, []
+    old_grid, grid = _grid(old), _grid(new)
+    if not (old_grid and grid):
+        return given, []
+    given["pos_embed"] = resize_position_embedding(old, old_grid, grid)
+    sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))
+    return given, [*reshaped, f"position embedding resized from {' to '.join(sizes)}"]
+
+
+def _as_grid(embedding: Tensor) -> tuple[Tensor, list[str]]:
+    """Reshape (1, tokens, channels), without a class token, to a square grid, as in published weights."""
+    side = math.isqrt(embedding.shape[1])
+    if side * side != embedding.shape[1]:
+        return embedding, []
+    return embedding.reshape(1, side, side, -1), [f"position embedding laid out as {side} x {side} tokens"]
+
+
+def _grid(embedding: Tensor) -> tuple[int, int] | None:
+    """Return the rows and columns of a position embedding; None where it has no grid."""
+    if embedding.ndim == 4:
+        return embedding.shape[1], embedding.shape[2]
+    side = math.isqrt(embedding.shape[1] - 1)  # the first one is the class token's
+    return (side, side) if side * side == embedding.shape[1] - 1 else None
+
+
+def resize_position_embedding(embedding: Tensor, old: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+    """Resize the grid of an embedding bicubically, as the published fine-tuning does.
+
+    It is (1, rows, columns, channels), or (1, 1 + rows * columns, channels), whose first token stays.
+    """
+    channels = embedding.shape[-1]
+    prefix = embedding[:, :0] if embedding.ndim == 4 else embedding[:, :1]
+    tokens = embedding if embedding.ndim == 4 else embedding[:, 1:]
+    channels_first = tokens.reshape(1, *old, channels).permute(0, 3, 1, 2).float()
+    resized = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)
+    tokens = resized.permute(0, 2, 3, 1).to(embedding.dtype)  # (1, rows, columns, channels)
+    return tokens if embedding.ndim == 4 else torch.cat([prefix, tokens.flatten(1, 2)], dim=1)
 
 
 def build_network(

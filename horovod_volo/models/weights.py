@@ -74,12 +74,20 @@ def load_fitted(
             f"for {len(given[left[0]])} classes, the images have {len(own[left[0]])}"
         )
     left += fresh
+    both = [key for key in own if key in given and key not in left]
+    misfits = {
+        "missing": [key for key in own if key not in given and key not in left],
+        "unknown": [key for key in given if key not in own],
+        "of another shape": [key for key in both if own[key].shape != given[key].shape],
+    }
     prefixes = tuple(part.strip() for part in allowed.split(",") if part.strip())
-    misfits = _misfits(own, given, left)
-    _raise_on(
-        {what: [k for k in keys if not k.startswith(prefixes)] for what, keys in misfits.items()}, source
-    )
-    # The remaining misfits are allowed.
+    refused = {what: [k for k in keys if not k.startswith(prefixes)] for what, keys in misfits.items()}
+    if any(refused.values()):
+        found = [f"{len(keys)} {what} (first: {keys[0]})" for what, keys in refused.items() if keys]
+        raise UserError(
+            f"The weights in {source} are of another model: parameters {', '.join(found)}. Check --model, or "
+            "name what may differ with --allow-mismatch."
+        )
     messages += [
         f"{len(keys)} tensors {what}, as allowed: {_few(keys)}" for what, keys in misfits.items() if keys
     ]
@@ -110,28 +118,9 @@ def _other_heads(own: State, given: State, heads: tuple[str, ...]) -> list[str]:
     keys = [f"{head}.{part}" for head in heads for part in ("weight", "bias")]
     present = [key for key in keys if key in own and key in given]
     others = [key for key in present if own[key].shape[:1] != given[key].shape[:1]]
-    alike = all(own[key].dim() == given[key].dim() for key in present)
-    alike = alike and all(own[key].shape[1:] == given[key].shape[1:] for key in present)
+    pairs = [(own[key], given[key]) for key in present]
+    alike = all(a.dim() == b.dim() and a.shape[1:] == b.shape[1:] for a, b in pairs)
     return others if others == present and alike else []
-
-
-def _misfits(own: State, given: State, left: list[str]) -> dict[str, list[str]]:
-    return {
-        "missing": [key for key in own if key not in given and key not in left],
-        "unknown": [key for key in given if key not in own],
-        "of another shape": [
-            key for key in own if key in given and key not in left and own[key].shape != given[key].shape
-        ],
-    }
-
-
-def _raise_on(misfits: dict[str, list[str]], source: str) -> None:
-    found = [f"{len(keys)} {what} (first: {keys[0]})" for what, keys in misfits.items() if keys]
-    if found:
-        raise UserError(
-            f"The weights in {source} are of another model: parameters {', '.join(found)}. Check --model, or "
-            "name what may differ with --allow-mismatch."
-        )
 
 
 def read_weights(source: str, *, use_ema: bool = False) -> Weights:
@@ -145,7 +134,7 @@ def read_weights(source: str, *, use_ema: bool = False) -> Weights:
         return Weights(downloaded_weights(source.removeprefix(TIMM)), [])
     file = weights_file(Path(source))
     if file.suffix == ".safetensors":
-        tensors, messages = _of_checkpoint(file, source, use_ema=use_ema)
+        tensors, messages = _read_safetensors(file, source, use_ema=use_ema)
         return Weights(tensors, _without_best(Path(source), file) + messages)
     content = _read(file)
     if not isinstance(content, dict):
@@ -165,18 +154,17 @@ def read_weights(source: str, *, use_ema: bool = False) -> Weights:
     return Weights(tensors, _which(chosen == averaged, raw, averaged) if averaged else [])
 
 
-def _of_checkpoint(file: Path, source: str, *, use_ema: bool) -> Weights:
+def _read_safetensors(file: Path, source: str, *, use_ema: bool) -> Weights:
     """Read a safetensors file: one of a checkpoint, or any other."""
-    averaged = file if file.name == _EMA_FILE else file.with_name(_EMA_FILE)
+    averaged = file.with_name(_EMA_FILE)
     has_ema = file.name in (_RAW_FILE, _EMA_FILE) and averaged.is_file()
     if use_ema and not has_ema:
         raise _no_ema(source)
     chosen = averaged if use_ema else file
-    messages = _which(chosen == averaged, _RAW_FILE, _EMA_FILE) if has_ema else []
     _check_checksum(chosen)
     tensors = _read(chosen)
     _check_tensors(tensors, chosen)
-    return Weights(tensors, messages)
+    return Weights(tensors, _which(chosen == averaged, _RAW_FILE, _EMA_FILE) if has_ema else [])
 
 
 def _check_tensors(state: Mapping[str, Any], file: Path) -> None:

@@ -10,6 +10,7 @@ Invariant: the loss of a row is the mean over its classes, as in timm and PyTorc
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-from horovod_volo.objective.soft_target import SoftTarget, check_rows, may_overwrite
-from horovod_volo.objective.sparse_cross_entropy import blocks
+from horovod_volo.config.objective_settings import Objective
+from horovod_volo.objective.loss import Loss, SoftTargetLoss, build_targets, register_loss
+from horovod_volo.objective.soft_target import SoftTarget, blocks, check_rows, may_overwrite
 
 
 def binary_cross_entropy(logits: Tensor, target: SoftTarget, threshold: float = 0.0) -> Tensor:
@@ -89,3 +91,17 @@ class _SparseBinaryCE(Function):
             block.scatter_add_(1, ids[rows], -weights[rows])
             torch.mul(block, scale[rows], out=grad[rows])
         return grad, None, None, None, None
+
+
+def _build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
+    """Build the binary cross-entropy with the targets of the cross-entropy."""
+    return SoftTargetLoss(
+        build_targets(settings, num_classes, tokens_per_side),
+        settings.cls_weight,
+        settings.dense_weight,
+        partial(binary_cross_entropy, threshold=settings.bce_target_threshold),
+        partial(binary_cross_entropy_in_place, threshold=settings.bce_target_threshold),
+    )
+
+
+register_loss("bce", _build_loss)

@@ -1,10 +1,10 @@
 """Losses by name. Given class logits, token logits, labels and the mix of a micro-batch, a loss returns its
 terms and their weighted sum, the scalar from which backward starts.
 
-The built-in losses are the cross-entropy, and the binary cross-entropy, with soft targets of the class and
-of the tokens. The model swaps tokens back before the token head, so token targets need no mixing. The class
-token has seen both images, so its target is mixed. Invariant: what depends on the settings is decided once,
-in `build_loss`.
+The built-in losses are the cross-entropy here, and the binary cross-entropy (binary_cross_entropy.py), with
+soft targets of the class and of the tokens. The model swaps tokens back before the token head, so token
+targets need no mixing. The class token has seen both images, so its target is mixed. Invariant: what depends
+on the settings is decided once, in `build_loss`.
 
 Weights of classes multiply the target of an image or of a token by the mean weight of the classes under it,
 before smoothing: for a class label by the weight of the class, for a label map by the sum over classes of
@@ -30,7 +30,6 @@ from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry, nearest
-from horovod_volo.objective.binary_cross_entropy import binary_cross_entropy, binary_cross_entropy_in_place
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
 from horovod_volo.objective.mixing import Mix
 from horovod_volo.objective.soft_target import (
@@ -86,25 +85,13 @@ def _soft_target_loss(
     settings: Objective, num_classes: int, tokens_per_side: int, class_weights: ClassWeights | None = None
 ) -> Loss:
     """Build the cross-entropy with soft targets of the class and, with token labels, of the tokens."""
-    targets = _build_targets(settings, num_classes, tokens_per_side, class_weights)
+    targets = build_targets(settings, num_classes, tokens_per_side, class_weights)
     return SoftTargetLoss(
         targets, settings.cls_weight, settings.dense_weight, cross_entropy, cross_entropy_in_place
     )
 
 
-def _binary_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
-    """Build the binary cross-entropy with the same targets."""
-    return SoftTargetLoss(
-        _build_targets(settings, num_classes, tokens_per_side),
-        settings.cls_weight,
-        settings.dense_weight,
-        partial(binary_cross_entropy, threshold=settings.bce_target_threshold),
-        partial(binary_cross_entropy_in_place, threshold=settings.bce_target_threshold),
-    )
-
-
 register_loss("soft-target", _soft_target_loss)
-register_loss("bce", _binary_loss)
 
 
 @dataclass(frozen=True)
@@ -130,9 +117,10 @@ class SoftTargetLoss:
         )
 
 
-def _build_targets(
+def build_targets(
     settings: Objective, num_classes: int, tokens_per_side: int, class_weights: ClassWeights | None = None
 ) -> Callable[[Labels], Targets]:
+    """Return the function that makes the targets of labels."""
     # Without a loss of tokens the model has no auxiliary head.
     side = tokens_per_side if settings.token_label and settings.dense_weight else 0
     targets: Callable[[Labels], Targets]

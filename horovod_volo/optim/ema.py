@@ -19,7 +19,7 @@ def decay_at(step: int, decay: float, *, warmup: bool) -> float:
 
 
 class Average:
-    """The averaged weights (EMA); this class itself has none."""
+    """The averaged weights (EMA) of a run; this class itself is that of a run without any."""
 
     def update(self, step: int) -> None:
         """Update the average with the model's weights after `step`."""
@@ -31,10 +31,6 @@ class Average:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint; they are the live ones."""
         return {}
-
-
-class NoAverage(Average):
-    """No EMA."""
 
 
 class Flat(Protocol):

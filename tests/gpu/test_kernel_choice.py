@@ -14,8 +14,9 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core import operators
 from horovod_volo.core.operators import OPERATORS, describe_kernels
-from horovod_volo.kernels import augment, soft_cross_entropy
+from horovod_volo.kernels import augment
 from horovod_volo.kernels import choice as kernel_choice
+from horovod_volo.kernels import network as network_operators
 from horovod_volo.kernels.choice import choose_by_check, kernel_checks, outcome
 from horovod_volo.models.build import build_model
 
@@ -67,8 +68,8 @@ def test_wrong_kernels_are_not_used_and_slow_ones_are_named(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compute: Callable[..., tuple[torch.Tensor, ...]] = soft_cross_entropy.loss_with_lse
-    write = soft_cross_entropy.write_gradient
+    compute: Callable[..., tuple[torch.Tensor, ...]] = network_operators.loss_with_lse
+    write = network_operators.write_gradient
     if planted == "fails":
         monkeypatch.setitem(operators._kernels, "loss", (wrong, write))
         expected = "loss is computed by PyTorch's operators: its kernel fails: RuntimeError: does not compile"

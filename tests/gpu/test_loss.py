@@ -7,28 +7,24 @@ test here starts a separate process for these cases.
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
 import torch
+from kernel_process import run_in_interpreter, skip_elsewhere
 from torch import Tensor
 
 from horovod_volo.core.operators import use_kernels
 from horovod_volo.objective.soft_target import SoftTarget, cross_entropy, cross_entropy_in_place
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # one rounding of the result
 
 
 @pytest.fixture
 def kernel(device: torch.device) -> ModuleType:
     """Return the kernels' module, compiled for the GPU or interpreted on the CPU."""
-    if (device.type == "cpu") != INTERPRETED:
-        pytest.skip("runs in the interpreter's process" if device.type == "cpu" else "runs compiled")
-    return importlib.import_module("horovod_volo.kernels.soft_cross_entropy")
+    skip_elsewhere(device)
+    return importlib.import_module("horovod_volo.kernels.network")
 
 
 def random_case(
@@ -139,16 +135,4 @@ def test_autograd_equals_the_dense_formula(device: torch.device, dtype: torch.dt
 
 
 def test_the_kernels_in_the_interpreter() -> None:
-    if INTERPRETED:
-        pytest.skip("this is the interpreter's process")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu", __file__]
-    found = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert f"{CASES} passed" in found.stdout, found.stdout
+    run_in_interpreter(__file__, CASES)

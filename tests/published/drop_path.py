@@ -12,7 +12,7 @@ from torch import Tensor
 
 import horovod_volo.models.lvvit as our_lvvit
 import horovod_volo.models.volo as our_volo
-from horovod_volo.models.drop_path import ALL, DropPathSample, sample_drop_path
+from horovod_volo.models.blocks import ALL, DropPathSample, sample_drop_path
 from tests.published.checkouts import PublishedCode
 
 Draw = tuple[float, Tensor]  # the rate of a branch, and the images that keep it

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from horovod_volo.config.recipe import assemble, load_recipe
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.classification import Classification
-from horovod_volo.models.freezing import freeze
+from horovod_volo.models.build import freeze
 from tests.ranks.launching import train
 
 PARTS = "blocks:1,head"

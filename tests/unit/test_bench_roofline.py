@@ -19,7 +19,7 @@ from horovod_volo.bench.synthetic import CLASSES, bench_config
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.model_cost import count_cost
-from horovod_volo.kernels.outlook import fused_outlook
+from horovod_volo.kernels.network import fused_outlook
 
 H100 = GPUS["h100"]
 BATCH = 256

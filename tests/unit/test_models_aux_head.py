@@ -17,8 +17,6 @@ from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, training_forward
 from horovod_volo.models.pretrained import load_pretrained, reason_to_leave_out
-from horovod_volo.models.timm_api import VOLO
-from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import NO_BOX
 from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr
@@ -60,28 +58,6 @@ def test_without_the_head_the_logits_are_those_of_the_class_token(name: str) -> 
     features = whole.eval().forward_features(images)
     torch.testing.assert_close(model.eval()(images), whole.head(features[:, 0]))
     assert (model(images) - whole(images)).abs().max() > 1e-2
-
-
-@torch.inference_mode()
-def test_without_the_head_the_network_is_timms_with_use_aux_head_false() -> None:
-    model, images = perturbed(network(aux_head=False)).eval(), random_images(2, SIDE)
-    theirs = VOLO(img_size=SIDE, num_classes=CLASSES, use_aux_head=False, **SIZES["volo_demo"]).eval()
-    theirs.load_state_dict(model.state_dict())
-    torch.testing.assert_close(theirs(images), model(images), rtol=0, atol=1e-5)
-
-
-def test_the_gains_of_the_highest_class_by_an_untrained_head_grow_with_the_classes() -> None:
-    torch.manual_seed(0)
-    model = build_model("volo_d1", img_size=224, num_classes=10, drop_path=0.0).eval()
-    gains = []
-    with torch.inference_mode():
-        tokens = model.forward_features(random_images(2, 224))[:, 1:]
-        for classes in (10, 1000, 21_841):
-            head = nn.Linear(tokens.shape[-1], classes, bias=False)
-            nn.init.trunc_normal_(head.weight, std=0.02)  # the initialization of both heads
-            added = 0.5 * head(tokens).amax(dim=1)  # (images, classes)
-            gains.append(float((added.amax(dim=1) - added.mean(dim=1)).mean()))
-    assert gains == pytest.approx([0.29, 0.54, 0.82], rel=0.1)
 
 
 # Weights whose auxiliary head was trained

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from horovod_volo.config.command_line import parse
-from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, training_forward
 from horovod_volo.models.compiled import check_compiler, compile_blocks, find_blocks
@@ -93,7 +90,7 @@ def test_blocks_of_a_kind_have_one_graph_on_a_gpu(
     rate: float, graphs: int, varying: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At low rates of drop path; at high ones also branches of a varying number of images."""
-    monkeypatch.setattr("horovod_volo.models.drop_path._masked_below", lambda _: 0.25)
+    monkeypatch.setattr("horovod_volo.models.blocks._masked_below", lambda _: 0.25)
     torch.manual_seed(0)
     layers = {"layers": (4, 4, 8, 2), "embed_dims": (48, 96, 96, 96), "num_heads": (2, 4, 4, 4)}
     model, counter = (
@@ -117,34 +114,6 @@ def test_blocks_of_a_kind_have_one_graph_on_a_gpu(
     assert sorted(sizes) == [0] * (graphs - varying) + [1] * varying  # the number of images alone
 
 
-class HalfBlock(nn.Module):
-    """A block that computes its branch for some of the images."""
-
-    compiled_methods: ClassVar = {"branch": True}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-
-    def branch(self, tokens: Tensor) -> Tensor:
-        return self.mlp(tokens)
-
-    def forward(self, tokens: Tensor, rows_kept: int) -> Tensor:
-        rows = torch.arange(rows_kept)
-        return tokens.index_add(0, rows, self.branch(tokens.index_select(0, rows)), alpha=1 / rows_kept)
-
-
-def test_a_branch_is_compiled_once_for_any_number_of_images() -> None:
-    blocks, counter = nn.Sequential(HalfBlock(), HalfBlock()), compile_counter()
-    plain = copy.deepcopy(blocks)
-    compile_blocks(nn.Sequential(blocks), counter)
-    tokens = torch.randn(9, 4)
-    for rows_kept in range(2, 10):
-        for block, other in zip(blocks, plain, strict=True):
-            assert torch.equal(block(tokens, rows_kept), other(tokens, rows_kept))
-    assert counter.frame_count == 1
-
-
 def test_gradients_of_a_block_are_ready_before_backward_of_the_next() -> None:
     model, counter = network(), compile_counter()
     compile_blocks(model, counter)
@@ -166,9 +135,3 @@ def test_a_missing_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"there is no no-such-compiler on this machine. Install g\+\+"):
         check_compiler()
-
-
-def test_the_slow_first_step_is_a_warning() -> None:
-    assert config_warnings(parse([]).config) == []
-    (warning,) = config_warnings(parse(["--compile"]).config)
-    assert "at the first step, which takes minutes" in warning

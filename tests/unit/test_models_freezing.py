@@ -13,8 +13,7 @@ from horovod_volo.config.update_settings import Exchange
 from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.errors import UserError
 from horovod_volo.dry_run import dry_run
-from horovod_volo.models.build import build_model
-from horovod_volo.models.freezing import freeze, start_training
+from horovod_volo.models.build import build_model, freeze, start_training
 
 HEADS = ("head", "aux_head")
 

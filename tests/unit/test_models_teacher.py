@@ -102,16 +102,6 @@ def test_networks_with_an_auxiliary_head_label_cells_with_it(name):
     torch.testing.assert_close(whole + 0.5 * logits.amax(dim=(2, 3)), network(batch))
 
 
-@torch.inference_mode()
-def test_a_cell_is_labelled_by_the_pixels_at_its_position():
-    """Only the pixels of the top right cell are bright."""
-    network = network_of("resnet18", zero_init_last=False)
-    batch = torch.zeros(1, 3, 128, 128)
-    batch[:, :, :16, 112:] = 5.0
-    change = (token_logits(network, batch) - token_logits(network, torch.zeros_like(batch))).abs().sum(dim=1)
-    assert change.flatten().argmax() == 3  # of 4 x 4 cells
-
-
 @pytest.mark.parametrize(
     ("network", "reason"),
     [

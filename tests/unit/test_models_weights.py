@@ -16,8 +16,7 @@ from torch import Tensor
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model
-from horovod_volo.models.position_embedding import resize_position_embedding
-from horovod_volo.models.volo import Volo
+from horovod_volo.models.volo import Volo, resize_position_embedding
 from horovod_volo.models.weights import load_weights, read_weights
 
 State = dict[str, Tensor]
@@ -183,19 +182,6 @@ def test_a_sequence_of_tokens_without_a_class_token_becomes_a_grid(side: int) ->
     assert target.pos_embed.detach()[0].numpy() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_sequence_of_tokens_is_resized_as_a_grid() -> None:
-    """LV-ViT's position embedding is a sequence: the class token first, then the cells."""
-    torch.manual_seed(0)
-    source = build_model("lvvit_t", img_size=64, num_classes=10, drop_path=0.0).state_dict()
-    target = build_model("lvvit_t", img_size=96, num_classes=10, drop_path=0.0)
-    messages = load_weights(target, "lvvit_t", source, "some.pth")
-    assert messages[1:] == ["position embedding resized from 4 x 4 to 6 x 6"]
-    was, new = source["pos_embed"], target.state_dict()["pos_embed"]
-    assert torch.equal(new[:, 0], was[:, 0])
-    cells = resize_position_embedding(was[:, 1:].reshape(1, 4, 4, -1), (4, 4), (6, 6))
-    assert torch.equal(new[:, 1:], cells.flatten(1, 2))
-
-
 def test_timms_networks_are_adapted_as_timm_does() -> None:
     name = "vit_tiny_patch16_224"
     source = build_model(name, img_size=64, num_classes=7, drop_path=0.0).state_dict()
@@ -240,19 +226,6 @@ PREFIXED = {f"module.{name}": tensor for name, tensor in STATE.items()}
 def test_torch_files_of_every_kind(content: dict[str, Any], name: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / name)
     assert same(read_weights(str(tmp_path / name)).tensors, STATE)
-
-
-@pytest.mark.parametrize(("raw", "averaged"), [("state_dict", "state_dict_ema"), ("model", "model_ema")])
-def test_of_raw_and_averaged_weights_the_raw_are_the_default(raw: str, averaged: str, tmp_path: Path) -> None:
-    file = tmp_path / "weights.pth"
-    others = {name: tensor + 1 for name, tensor in STATE.items()}
-    torch.save({averaged: others, raw: STATE, "epoch": 3}, file)
-    tensors, messages = read_weights(str(file))
-    assert same(tensors, STATE)
-    assert messages == [f"raw weights ({raw}); --use-ema loads the averaged weights (EMA, {averaged})"]
-    tensors, messages = read_weights(str(file), use_ema=True)
-    assert same(tensors, others)
-    assert messages == [f"averaged weights (EMA, {averaged})"]
 
 
 def test_of_a_checkpoint_the_raw_weights_are_the_default(tmp_path: Path) -> None:
@@ -356,13 +329,6 @@ def test_tensors_that_cannot_be_loaded_are_named(kind: str, tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"odd in .*odd\.pth is not a dense tensor") as raised:
         read_weights(str(tmp_path / "odd.pth"))
     assert str(raised.value).isprintable()
-
-
-def test_parameters_that_require_a_gradient_are_loaded(tmp_path: Path) -> None:
-    saved, model = demo(seed=1), demo(seed=2)
-    torch.save(saved.state_dict(keep_vars=True), tmp_path / "parameters.pth")
-    load_weights(model, "volo_demo", read_weights(str(tmp_path / "parameters.pth")).tensors, "it")
-    assert same(model.state_dict(), saved.state_dict())
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (1, 4, 4, 5), (2, 4, 4, 48), (1, 0, 48), (1, 0, 4, 48)])

@@ -138,23 +138,6 @@ def test_targets_equal_those_of_dali() -> None:
     torch.testing.assert_close(targets.boxes, of_theirs, rtol=0, atol=1e-4)
 
 
-def test_of_equals_the_last_is_taken() -> None:
-    corners = torch.tensor([[0.0, 0, 0.5, 0.5], [0.25, 0.25, 0.75, 0.75], [0.5, 0.5, 1, 1]])
-    centres = torch.tensor([[0.25, 0.25, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5], [0.75, 0.75, 0.5, 0.5]])
-    anchors = Anchors(centres, corners)
-    tiny = [0.3125, 0.3125, 0.4375, 0.4375]  # within the first two anchors
-    whole = [0.5, 0.5, 1.0, 1.0]
-    assert encode(torch.tensor([[tiny]]), torch.tensor([[3]]), anchors).classes.tolist() == [[0, 3, 0]]
-    twice = encode(torch.tensor([[whole, whole, tiny]]), torch.tensor([[5, 6, 3]]), anchors)
-    assert twice.classes.tolist() == [[0, 3, 6]]
-
-
-def test_the_best_anchor_of_a_box_is_not_taken_by_a_better_box() -> None:
-    anchors = Anchors(torch.tensor([[0.5, 0.5, 1.0, 1.0]]), torch.tensor([[0.0, 0, 1, 1]]))
-    boxes = torch.tensor([[[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.1, 0.1]]])
-    assert encode(boxes, torch.tensor([[1, 2]]), anchors).classes.tolist() == [[2]]
-
-
 def test_padding_has_no_influence_wherever_it_is() -> None:
     boxes, classes = random_boxes(6, 4, seed=4, fewest=2)
     expected = encode(boxes, classes, OF_300)

@@ -24,7 +24,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports 
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
-from horovod_volo.objective import sparse_cross_entropy
+from horovod_volo.objective import soft_target
 from horovod_volo.objective.binary_cross_entropy import (
     above,
     binary_cross_entropy,
@@ -58,7 +58,7 @@ def dense_loss(logits: Tensor, target: Tensor) -> Tensor:
 def test_it_equals_the_dense_formula(
     block: int, dtype: torch.dtype, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sparse_cross_entropy, "_BLOCK", block)
+    monkeypatch.setattr(soft_target, "_BLOCK", block)
     target = random_target(6, 12, 1001)
     leaf = (torch.randn(6, 1001, generator=torch.Generator().manual_seed(1)) * 30).to(dtype).requires_grad_()
     exact = leaf.detach().double().requires_grad_()

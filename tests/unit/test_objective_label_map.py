@@ -147,12 +147,6 @@ def test_negative_logits_of_all_classes_keep_their_order() -> None:
     assert torch.equal(most_probable(target), expected.argmax(dim=2).flatten())
 
 
-def test_half_precision_scores_and_narrow_ids_are_read_exactly() -> None:
-    scores, ids, boxes = published.random_maps(2, 3, 6, 6, 30, seed=12)
-    expected = dense_target(scores.half().float(), ids, boxes, 4, 30, "corrected")
-    assert torch.equal(dense_target(scores.half(), ids.to(torch.int16), boxes, 4, 30, "corrected"), expected)
-
-
 def test_several_grids_at_once_equal_each_alone() -> None:
     maps = published.random_maps(2, 3, 6, 6, 30, seed=18)
     how = {"num_classes": 30, "geometry": "corrected"}
@@ -204,15 +198,6 @@ def test_the_most_probable_class_is_the_first_maximum(num_classes: int) -> None:
     # In single precision, so that equal probabilities are equal numbers.
     expected = published.dense(target, num_classes).float().argmax(dim=1)
     assert torch.equal(most_probable(target), expected)
-
-
-def test_the_most_probable_class_skips_negative_entries_from_zero_on() -> None:
-    scores = torch.tensor([-1.0, -2.0, -3.0]).reshape(1, 3, 1, 1)
-    ids = torch.tensor([1, 0, 3]).reshape(1, 3, 1, 1)
-    target = map_target(
-        scores, ids, torch.tensor([[0.0, 0, 1, 1]]), side=1, num_classes=6, geometry="corrected"
-    )
-    assert most_probable(target).tolist() == [2]
 
 
 @pytest.mark.parametrize("side", [1, 14])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.objective import sparse_cross_entropy
+from horovod_volo.objective import soft_target
 from horovod_volo.objective.soft_target import (
     SoftTarget,
     blend,
@@ -110,7 +110,7 @@ def loss_in_place(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor, T
 def test_the_in_place_form_writes_the_gradient_over_the_logits(
     block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sparse_cross_entropy, "_BLOCK", block)
+    monkeypatch.setattr(soft_target, "_BLOCK", block)
     target = random_target(6, 30, 1001, seed=9)
     logits = (torch.randn(6, 1001, generator=torch.Generator().manual_seed(10)) * 3).to(dtype)
     loss, grad, given = loss_in_place(logits, target)
@@ -190,8 +190,3 @@ def test_blend_equals_the_dense_mixture(weight: float | Tensor) -> None:
     torch.testing.assert_close(
         published.dense(blend(first, second, weight), 6), expected, rtol=1e-6, atol=1e-6
     )
-
-
-def test_the_reversed_batch_reverses_rows() -> None:
-    target = random_target(3, 2, 6, seed=8)
-    assert torch.equal(published.dense(target.reversed_batch(), 6), published.dense(target, 6).flip(0))

@@ -80,20 +80,6 @@ def test_averages_have_as_few_storages_as_the_weights() -> None:
         assert torch.equal(parameter, model.get_parameter(name))
 
 
-def test_the_average_and_the_model_have_separate_tensors() -> None:
-    model = network()
-    average = Ema(model, buckets_of(model), 0.9)
-    before = {name: tensor.clone() for name, tensor in average.tensors().items()}
-    raw = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    train_a_little(model, 0)
-    assert all(torch.equal(average.tensors()[name], before[name]) for name in before)
-    averaged = average.models()["ema"]
-    assert not averaged.training
-    assert not any(parameter.requires_grad for parameter in averaged.parameters())
-    assert model.training
-    assert not torch.equal(raw["0.weight"], model.state_dict()["0.weight"])
-
-
 def test_tensors_that_a_checkpoint_restores_are_those_in_use() -> None:
     """Values written into tensors() are evaluated and updated from then on."""
     model = network()

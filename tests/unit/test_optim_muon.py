@@ -24,7 +24,6 @@ from horovod_volo.engine.state import build_state
 from horovod_volo.engine.task import Network
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, spec_of
 from horovod_volo.optim.build import build_optimizer, check_optimizer, parameter_groups, set_lr, state_tensors
-from horovod_volo.optim.clip import divide
 from horovod_volo.optim.muon import (
     STEPS,
     Muon,
@@ -207,21 +206,6 @@ def _gradient(model: nn.Module, name: str) -> Array:
     return gradient.numpy().copy()
 
 
-def test_an_update_is_as_large_as_adamws() -> None:
-    """Its root mean square is about 0.2 times the learning rate, whatever shape and gradient are."""
-    for out, inputs in ((96, 288), (288, 96), (64, 64)):
-        layer = nn.Linear(inputs, out, bias=False)
-        before = layer.weight.detach().clone()
-        optimizer = build_optimizer("muon", groups(nn.Sequential(layer)), momentum=MOMENTUM)
-        for group in optimizer.param_groups:
-            group["weight_decay"] = 0.0
-        set_lr(optimizer, 1e-2)
-        layer.weight.grad = 1e-3 * torch.randn(out, inputs, generator=torch.Generator().manual_seed(0))
-        optimizer.step()
-        rms = float((layer.weight.detach() - before).square().mean().sqrt())
-        assert 0.68 * 0.2e-2 < rms < 1.14 * 0.2e-2
-
-
 def test_the_state_exists_before_the_first_step_and_keeps_its_tensors() -> None:
     model = OddShapes()
     hidden = hidden_matrices(model, ("head",))
@@ -236,21 +220,6 @@ def test_the_state_exists_before_the_first_step_and_keeps_its_tensors() -> None:
     after = state_tensors(optimizer, parameters)
     assert all(after[key] is before[key] for key in before)
     assert all(tensor.any() for tensor in after.values())
-
-
-def test_a_clipped_gradient_is_divided_before_it_enters_the_momentum() -> None:
-    model, other = OddShapes(), OddShapes()
-    for network, divisor in ((model, 4.0), (other, 1.0)):
-        optimizer = build_optimizer("muon", groups(network), momentum=MOMENTUM)
-        set_lr(optimizer, 1e-3)
-        set_gradients(network, 0)
-        for parameter in network.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(divisor)
-        divide(optimizer, torch.tensor(divisor))
-        optimizer.step()
-        network.momentum = optimizer.state[network.tall.weight]["momentum_buffer"]
-    assert torch.equal(model.momentum, other.momentum)
 
 
 class LostRank(OneRank):
@@ -317,16 +286,6 @@ def test_each_matrix_has_one_rank_and_work_is_balanced(shapes: list[Shape], rank
     work = [sum(shapes[number].flops for number in of_rank) for of_rank in found]
     assert max(work) <= sum(work) / ranks + max((shape.flops for shape in shapes), default=0)
     assert found == assign_matrices(list(shapes), ranks)
-
-
-def test_work_of_volo_is_shared_evenly() -> None:
-    with torch.device("meta"):
-        model = build_model("volo_d1", img_size=224, num_classes=1000, drop_path=0.0)
-    weights = [model.get_parameter(name) for name in sorted(hidden_matrices(model, spec_of("volo_d1").heads))]
-    shapes = [Shape(len(weight), weight[0].numel()) for weight in weights]
-    for ranks in (2, 3, 8):
-        work = [sum(shapes[number].flops for number in of_rank) for of_rank in assign_matrices(shapes, ranks)]
-        assert max(work) < 1.01 * sum(work) / ranks
 
 
 def test_the_cost_is_that_of_three_products_a_step() -> None:

@@ -80,18 +80,6 @@ def test_a_warm_up_before_the_cosine_equals_timms() -> None:
     assert max(rates) == pytest.approx(TRAINING["peak"], rel=1e-12)
 
 
-def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    chosen = PUBLISHED | {"warmup": 0}
-    assert lr_at(0, **chosen) == pytest.approx(1.6e-3, rel=1e-12)
-    assert lr_at(299, **chosen) > 1e-5
-
-
-def test_a_warm_up_as_long_as_the_cosine_ends_at_the_floor() -> None:
-    chosen = PUBLISHED | {"warmup": 300}
-    assert lr_at(299, **chosen) == pytest.approx(1.6e-3 - (1.6e-3 - 1e-6) / 300)
-    assert lr_at(300, **chosen) == 1e-5
-
-
 def test_with_a_floor_above_the_peak_the_learning_rate_rises() -> None:
     """Fine-tuning may set --min-lr above --lr; the curve is then mirrored."""
     chosen = PUBLISHED | {"peak": 1e-6, "warmup": 0, "decay_steps": 50}

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from horovod_volo.core.operators import CPU_OPERATORS
+
 _CHUNK_WEIGHTS = 2**16  # attention weights that stay in cache
 # PyTorch warns once per process, because of the sparse product below.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
@@ -103,7 +105,7 @@ def outlook_gather(
     `geometry` is rows and columns of windows, heads, kernel, padding, stride.
     """
     places = geometry[3] ** 2
-    values, logits, mixed = values.contiguous(), logits.contiguous(), _like(values)
+    values, logits, mixed = values.contiguous(), logits.contiguous(), values.new_empty(values.shape)
     attention = _exact(logits.new_empty(0)).new_empty(len(values), places, logits.shape[1:].numel() // places)
     chunks = _chunks(attention)
     transposed, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
@@ -123,7 +125,7 @@ def outlook_gather_backward(
     """Return the gradients of the values and of the logits."""
     heads = geometry[2]
     gradient, values = gradient.contiguous(), values.contiguous()
-    of_values, of_logits = _like(values), _like_logits(values, geometry)
+    of_values, of_logits = values.new_empty(values.shape), _like_logits(values, geometry)
     chunks = _chunks(attention)
     of_attention, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
     products_of_chunk = attention.new_empty(
@@ -177,10 +179,6 @@ def _exact(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
 def _like_logits(values: Tensor, geometry: list[int]) -> Tensor:
     rows, columns, heads, kernel = geometry[:4]
     return values.new_empty((values.shape[0], rows, columns, heads * kernel**4))
@@ -190,14 +188,14 @@ def _like_logits(values: Tensor, geometry: list[int]) -> Tensor:
 def _fake(values: Tensor, logits: Tensor, geometry: list[int], _: float) -> tuple[Tensor, Tensor]:
     rows, columns, heads, kernel = geometry[:4]
     shape = (values.shape[0], kernel**2, rows * columns * heads * kernel**2)
-    return _like(values), _exact(logits.new_empty(0)).new_empty(shape)
+    return values.new_empty(values.shape), _exact(logits.new_empty(0)).new_empty(shape)
 
 
 @outlook_gather_backward.register_fake
 def _fake_backward(
     _: Tensor, values: Tensor, _attention: Tensor, geometry: list[int], _scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _like(values), _like_logits(values, geometry)
+    return values.new_empty(values.shape), _like_logits(values, geometry)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -211,3 +209,4 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, No
 
 
 outlook_gather.register_autograd(_backward, setup_context=_setup_context)
+CPU_OPERATORS.register("outlook attention", outlook_gather)

@@ -1,6 +1,8 @@
-"""Fused outlook attention on NVIDIA GPUs: 3 x 3 windows at stride 2, without unfolding them in memory.
+"""Operators of the network and its loss on NVIDIA GPUs: outlook attention, and the cross-entropy.
 
-Invariant: only the inputs and each softmax's sum are saved for backward, which recomputes the weights.
+Outlook attention has 3 x 3 windows at stride 2, which are not unfolded in memory. Invariant: only the inputs
+and each softmax's sum are saved for backward, which recomputes the weights. The cross-entropy has sparse soft
+targets: that of a row is `uniform` on every class plus `weights` on the classes `ids`, which may repeat.
 """
 
 from __future__ import annotations
@@ -14,6 +16,12 @@ from horovod_volo.core.operators import register_kernel
 
 # Triton is imported where a kernel is launched: shapes and costs are known without it.
 _CELLS, _WINDOWS, _ROWS = 32, 8, 128  # of one program
+_MAX_BLOCK_CLASSES = 4096  # as many as fit into the registers of eight warps
+_BLOCK_ENTRIES = 64
+# More entries of a row are merged in a table with one column per class: comparing all pairs of them would
+# take longer than writing and reading the table. Rows of tokens have fewer entries.
+_MAX_COMPARED_ENTRIES = 256
+_TABLE_BLOCK_ENTRIES = 1024
 
 
 @torch.library.custom_op("horovod_volo::outlook_fused", mutates_args=())
@@ -23,7 +31,7 @@ def fused_outlook(values: Tensor, logits: Tensor, heads: int, scale: float) -> t
     `logits` are the attention logits (batch, rows, columns, heads * 81) of windows, multiplied by `scale`.
     The sums are binary logarithms, (batch, rows, columns, heads * 9) in fp32.
     """
-    from horovod_volo.kernels import outlook_kernels as kernels
+    from horovod_volo.kernels import network_kernels as kernels
 
     values, logits = values.contiguous(), logits.contiguous()
     output, log2_sums = outputs = _outputs(values, logits)
@@ -43,7 +51,7 @@ def fused_outlook_backward(
     gradient: Tensor, values: Tensor, logits: Tensor, log2_sums: Tensor, heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of values and logits."""
-    from horovod_volo.kernels import outlook_kernels as kernels
+    from horovod_volo.kernels import network_kernels as kernels
 
     gradient, values, logits = gradient.contiguous(), values.contiguous(), logits.contiguous()
     grad_values, grad_logits = gradients = _gradients(values, logits)
@@ -76,24 +84,20 @@ def _options(values: Tensor, heads: int) -> dict[str, int]:
 
 def _outputs(values: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     sums = logits.new_empty((*logits.shape[:3], logits.shape[3] // 9), dtype=torch.float32)
-    return torch.empty_like(values, memory_format=torch.contiguous_format), sums
+    return values.new_empty(values.shape), sums
 
 
 def _gradients(values: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    contiguous = torch.contiguous_format
-    return (
-        torch.empty_like(values, memory_format=contiguous),
-        torch.empty_like(logits, memory_format=contiguous),
-    )
+    return values.new_empty(values.shape), logits.new_empty(logits.shape)
 
 
 @fused_outlook.register_fake
-def _fake(values: Tensor, logits: Tensor, _heads: int, _scale: float) -> tuple[Tensor, Tensor]:
+def _fake_outlook(values: Tensor, logits: Tensor, _heads: int, _scale: float) -> tuple[Tensor, Tensor]:
     return _outputs(values, logits)
 
 
 @fused_outlook_backward.register_fake
-def _fake_backward(_gradient: Tensor, values: Tensor, logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_gradients(_: Tensor, values: Tensor, logits: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     return _gradients(values, logits)
 
 
@@ -111,3 +115,63 @@ def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, Tensor, None
 
 fused_outlook.register_autograd(_backward, setup_context=_setup_context)
 register_kernel("outlook attention", fused_outlook)
+
+
+@torch.library.custom_op("horovod_volo::soft_cross_entropy", mutates_args=())
+def loss_with_lse(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss and the log-sum-exp of the logits of each row, both (rows,) in fp32."""
+    from horovod_volo.kernels import network_kernels as kernels
+
+    rows = logits.shape[0]
+    loss = torch.empty(rows, device=logits.device)
+    lse = torch.empty_like(loss)
+    target = (uniform.contiguous(), ids.contiguous(), weights.contiguous())
+    kernels.loss_kernel[(rows,)](logits, *target, loss, lse, logits.shape[1], ids.shape[1], **_blocks(logits))
+    return loss, lse
+
+
+@torch.library.custom_op("horovod_volo::soft_cross_entropy_gradient", mutates_args=("grad",))
+def write_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    uniform: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+) -> None:
+    """Write the gradient of the logits into contiguous `grad`, which may be the logits themselves."""
+    from horovod_volo.kernels import network_kernels as kernels
+
+    uniform, ids, weights = uniform.contiguous(), ids.contiguous(), weights.contiguous()
+    (rows, classes), entries = logits.shape, ids.shape[1]
+    table = None
+    if entries > _MAX_COMPARED_ENTRIES:
+        table = torch.zeros(rows, classes, dtype=torch.int64, device=logits.device)
+        blocks = -(-entries // _TABLE_BLOCK_ENTRIES)
+        kernels.table_kernel[(rows, blocks)](
+            ids, weights, table, classes, entries, _TABLE_BLOCK_ENTRIES, enable_fp_fusion=True
+        )
+    kernels.gradient_kernel[(rows,)](
+        logits, uniform, ids, weights, lse, grad_loss.contiguous(), grad, table, classes, entries,
+        tabled=table is not None, **_blocks(logits),
+    )  # fmt: skip
+
+
+@loss_with_lse.register_fake
+def _fake_loss(logits: Tensor, _uniform: Tensor, _ids: Tensor, _weights: Tensor) -> tuple[Tensor, Tensor]:
+    loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    return loss, torch.empty_like(loss)
+
+
+def _blocks(logits: Tensor) -> dict[str, Any]:
+    block_classes = min(1 << (logits.shape[1] - 1).bit_length(), _MAX_BLOCK_CLASSES)  # a power of two
+    return {
+        "block_classes": block_classes,
+        "block_entries": _BLOCK_ENTRIES,
+        "enable_fp_fusion": True,  # Triton's default, until 3.10
+        "num_warps": 8 if block_classes == _MAX_BLOCK_CLASSES else 4,
+    }
+
+
+register_kernel("loss", (loss_with_lse, write_gradient))
