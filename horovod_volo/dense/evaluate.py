@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from horovod_volo.cluster.resources import rank_resources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
