@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
+from horovod_volo.cluster.buckets import build_gradient_buckets, message_bytes
 from horovod_volo.config.command_line import PREVIEWS
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump

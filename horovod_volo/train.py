@@ -55,12 +55,14 @@ def _train(config: Config) -> int:
     from horovod_volo.engine.interrupts import StopRequest
 
     stop = StopRequest.listening()  # before torch is imported, which takes seconds
-    from horovod_volo.cluster.pinning import HorovodOptions, bind
+    from horovod_volo.cluster.pinning import bind
 
     # Before torch starts threads: they inherit the binding.
     bound = bind(
         config.launch.binding,
-        HorovodOptions(config.launch.horovod_autotune, config.launch.horovod_timeline, config.launch.elastic),
+        autotune=config.launch.horovod_autotune,
+        timeline=config.launch.horovod_timeline,
+        ranks_change=config.launch.elastic,
     )
     from horovod_volo.cluster.watchdog import Watchdog
 

@@ -30,8 +30,7 @@ from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import CLASSES, bench_config, flat_weights, random_batch
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.pinning import bind
-from horovod_volo.cluster.resources import rank_resources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, spec_of

@@ -18,8 +18,7 @@ from horovod_volo.bench.peers_timm import LoopName, training_loop
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.step_cost import CostMode, GpuRates, Operator, StepCost, fused
 from horovod_volo.bench.synthetic import bench_config, learner_of, random_batch, synthetic_context
-from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.operators import estimated_with_kernels
 from horovod_volo.data.augmentation.apply_ops import augment_

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from horovod_volo.bench.cli import Flag
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import CLASSES
-from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
+from horovod_volo.cluster.buckets import build_gradient_buckets, message_bytes
 from horovod_volo.config.arguments import whole_number
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.models.build import build_model, spec_of, training_forward

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.resources import RankResources, rank_resources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import RankResources, World, rank_resources
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import assemble
 from horovod_volo.config.schema import Config

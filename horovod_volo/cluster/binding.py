@@ -1,7 +1,8 @@
-"""Chooses the CPUs, the NUMA memory, the GPU and the NIC of a rank from the topology of its host.
+"""Chooses the CPUs, the GPU and the NIC of a rank from the topology of its host.
 
 Each rank computes the choice for all ranks of its host, so that no CPUs overlap although Horovod is not
-initialized yet. Nothing is changed here: `pinning.py` applies the result.
+initialized yet. Nothing is changed here: `pinning.py` applies the result. Memory follows the CPUs: Linux
+allocates a page on the NUMA node of the CPU that touches it first, as long as some is free there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from horovod_volo.cluster.topology import UNKNOWN, Device, Gpu, Host, Nic, cpu_ranges, distance, node_distance
+from horovod_volo.cluster.topology import UNKNOWN, Device, Host, Nic, cpu_ranges, distance, node_distance
 
 _MIN_CPUS_FOR_BACKGROUND_THREAD = 4  # with fewer, a rank does not leave one to Horovod's background thread
 
@@ -34,8 +35,7 @@ class Binding:
 
     mode: str
     cpus: tuple[int, ...]
-    memory_nodes: tuple[int, ...] = ()  # preferred NUMA nodes; empty: no memory policy
-    gpu: Gpu | None = None
+    gpu: Device | None = None
     nic: Nic | None = None
     nics: tuple[Nic, ...] = ()  # of all ranks of the host
     background_cpus: tuple[int, ...] = ()  # CPU of Horovod's background thread, by local rank; empty: any
@@ -47,9 +47,8 @@ class Binding:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         cpus = f"CPU{'s' if len(self.cpus) > 1 else ''} {cpu_ranges(self.cpus)}"
         pinned = "" if self.mode != "none" else " (not pinned)"
-        memory = f", memory of NUMA node {cpu_ranges(self.memory_nodes)}" if self.memory_nodes else ""
         nic = f", {self.nic}" if self.nic else ""
-        return f"{threads} on {cpus}{pinned}{memory}{nic}"
+        return f"{threads} on {cpus}{pinned}{nic}"
 
 
 def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
@@ -71,8 +70,7 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
         return unchanged
     if rank.ranks_bound_here:
         warning = f"the launcher bound this rank to CPUs {cpu_ranges(cpus)}: --binding does not change that"
-        nodes = _memory_nodes(host, cpus)
-        return replace(unchanged, memory_nodes=nodes, warnings=(warning,), by_launcher=True)
+        return replace(unchanged, warnings=(warning,), by_launcher=True)
     slices = [_cpus_of_rank(host, cpus_by_node, nodes_of_ranks, other, mode) for other in range(len(gpus))]
     cpus, sharing_ranks = slices[index]
     # Only with the real local ranks as indices is the list of background CPUs right for Horovod.
@@ -83,7 +81,6 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
     return replace(
         unchanged,
         cpus=cpus,
-        memory_nodes=_memory_nodes(host, cpus),
         background_cpus=tuple(part[-1] for part, _ in slices) if spare else (),
         threads=max(1, len(cpus) // sharing_ranks),
         warnings=tuple(_warnings(gpus, index, nodes_of_ranks[index], cpus, sharing_ranks)),
@@ -91,7 +88,7 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
 
 
 def _warnings(
-    gpus: list[Gpu | None], index: int, nodes: tuple[int, ...], cpus: tuple[int, ...], sharing_ranks: int
+    gpus: list[Device | None], index: int, nodes: tuple[int, ...], cpus: tuple[int, ...], sharing_ranks: int
 ) -> Iterator[str]:
     gpu = gpus[index]
     if gpu is not None and _all_have_nodes(gpus) and gpu.node not in nodes:
@@ -103,7 +100,7 @@ def _warnings(
         yield f"{sharing_ranks} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks"
 
 
-def _gpus_of_ranks(host: Host, rank: LaunchedRank) -> tuple[list[Gpu | None], int]:
+def _gpus_of_ranks(host: Host, rank: LaunchedRank) -> tuple[list[Device | None], int]:
     """Return the GPU of each rank of the host, and the index of `rank` in this list."""
     visible = tuple(range(len(host.gpus))) if rank.visible_gpus is None else rank.visible_gpus
     if len(visible) >= rank.local_size:
@@ -126,7 +123,7 @@ def _allowed_cpus_by_node(host: Host, rank: LaunchedRank) -> dict[int, set[int]]
 
 
 def _nodes_of_ranks(
-    host: Host, gpus: list[Gpu | None], cpus_by_node: dict[int, set[int]]
+    host: Host, gpus: list[Device | None], cpus_by_node: dict[int, set[int]]
 ) -> list[tuple[int, ...]]:
     """Return the NUMA nodes of each rank: the one nearest to its GPU, or an equal part of all nodes."""
     nodes, ranks = tuple(cpus_by_node), len(gpus)
@@ -137,7 +134,7 @@ def _nodes_of_ranks(
     return [nodes[first : max(first + 1, last)] for first, last in pairwise(cuts)]
 
 
-def _all_have_nodes(gpus: list[Gpu | None]) -> bool:
+def _all_have_nodes(gpus: list[Device | None]) -> bool:
     return all(gpu is not None and gpu.node != UNKNOWN for gpu in gpus)
 
 
@@ -166,7 +163,7 @@ def _cpus_of_rank(
 
 
 def _assign_nics(
-    host: Host, gpus: list[Gpu | None], nodes_of_ranks: list[tuple[int, ...]]
+    host: Host, gpus: list[Device | None], nodes_of_ranks: list[tuple[int, ...]]
 ) -> list[Nic | None]:
     """Return the nearest NIC of each rank; of equally near ones, the one with the fewest ranks so far."""
     ranks_of_nic: Counter[Nic] = Counter()
@@ -178,10 +175,3 @@ def _assign_nics(
         assigned.append(nic)
         ranks_of_nic.update([nic] if nic else [])
     return assigned
-
-
-def _memory_nodes(host: Host, cpus: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the NUMA nodes of these CPUs; nothing where they are all nodes that have CPUs."""
-    nodes = tuple(node for node, its_cpus in sorted(host.nodes.items()) if set(its_cpus) & set(cpus))
-    with_cpus = [node for node, its_cpus in host.nodes.items() if its_cpus]
-    return nodes if len(nodes) < len(with_cpus) else ()

@@ -1,5 +1,5 @@
-"""Gradient buckets. Given the parameters of a network, `build_buckets` returns buckets: flat tensors in which
-each weight and each gradient is a view.
+"""Gradient buckets. Given the parameters of a network, `build_gradient_buckets` returns buckets: flat tensors
+in which each weight and each gradient is a view.
 
 A gradient has the same offset in the flat gradients as its parameter in the flat weights. Collectives,
 clipping and weight averages can therefore work on whole buckets.
@@ -15,6 +15,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from horovod_volo.config.update_settings import Exchange
 
 _ALIGNMENT = 64  # elements, so that kernels can load each tensor in whole cache lines
 
@@ -64,17 +66,22 @@ class Bucket:
             parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
-def build_buckets(
+def build_gradient_buckets(
     parameters: Mapping[str, Parameter],
-    bucket_bytes: int,
-    shards: int,
-    last_bytes: int,
-    in_fp32: Collection[str] = (),
+    settings: Exchange,
+    *,
+    heads: Collection[str] = (),
+    ranks: int = 1,
+    shards: int = 1,
 ) -> list[Bucket]:
     """Assign trained parameters to buckets, in the order in which backward computes their gradients.
 
-    Gradients of the parameters `in_fp32` must not be compressed: they have separate buckets, which come last.
+    `heads` are the names of the modules that compute logits. Gradients that must not be compressed have
+    separate buckets, which come last.
     """
+    compressed = settings.compression == "fp16" and ranks > 1
+    in_fp32 = summed_in_fp32(parameters, heads) if compressed else ()
+    bucket_bytes, last_bytes = round(settings.bucket_mib * 2**20), round(settings.last_bucket_mib * 2**20)
     buckets = []
     for compressible in (True, False):
         chosen = {name: each for name, each in parameters.items() if (name in in_fp32) != compressible}
@@ -84,6 +91,28 @@ def build_buckets(
             for group in reversed(groups)
         ]
     return buckets
+
+
+def summed_in_fp32(parameters: Mapping[str, Tensor], heads: Collection[str]) -> set[str]:
+    """Return the names of parameters whose gradients an fp16 sum rounds more than bf16 arithmetic does.
+
+    Gradients of biases, norms and `heads`, which compute logits, are nearly equal on all ranks. Each addition
+    of nearly equal numbers rounds in the same direction, so the error of their sum grows with the ranks.
+    These parameters are a few per cent of a network.
+    """
+    prefixes = tuple(f"{head}." for head in heads)
+    of_heads = {name for name in parameters if name.startswith(prefixes)}
+    if prefixes and not of_heads:
+        raise ValueError(
+            f"no parameter belongs to the heads {', '.join(heads)}: are the names those of the model?"
+        )
+    return of_heads | {name for name, parameter in parameters.items() if parameter.dim() <= 1}
+
+
+def message_bytes(bucket: Bucket, settings: Exchange) -> int:
+    """Return the bytes of a bucket that each rank sends into its reduction, if there are several ranks."""
+    compressed = settings.compression == "fp16" and bucket.compressible
+    return bucket.gradients.numel() * (2 if compressed else bucket.gradients.itemsize)
 
 
 def _group(

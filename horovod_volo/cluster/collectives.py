@@ -15,7 +15,6 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,9 +89,7 @@ class HorovodCollectives(Collectives):
     """Horovod's collectives among the ranks that the launcher started."""
 
     def __init__(self) -> None:
-        read_build()  # raises UserError for a Horovod without PyTorch, whose import raises nothing
-        import horovod.torch as hvd
-
+        hvd = load_horovod()
         if os.environ.get("HOROVOD_CONTROLLER") == "gloo":
             _check_host_name()
         hvd.init()
@@ -170,19 +167,8 @@ class HorovodCollectives(Collectives):
             raise RankLostError(f"another rank {reason} ({first_sentence})") from None
 
 
-@dataclass(frozen=True)
-class HorovodBuild:
-    """Version and build options of a Horovod that PyTorch can use."""
-
-    version: str
-    mpi: bool
-    gloo: bool
-    nccl: bool
-    mpi_library: str  # name and version; empty without MPI
-
-
-def read_build() -> HorovodBuild:
-    """Return how Horovod was built; raise UserError where PyTorch cannot use it."""
+def load_horovod() -> Any:
+    """Return `horovod.torch`; raise UserError where PyTorch cannot use Horovod."""
     try:
         # A Horovod without PyTorch support prints to stdout, which --json - reserves, and does not raise.
         with contextlib.redirect_stdout(io.StringIO()):
@@ -200,16 +186,10 @@ def read_build() -> HorovodBuild:
         raise UserError(f"Horovod does not load: {cause}. {_REBUILD}") from None
     if not hasattr(hvd, "init"):
         raise UserError(f"Horovod {horovod.__version__} was built without PyTorch. {_REBUILD}")
-    return HorovodBuild(
-        version=horovod.__version__,
-        mpi=hvd.mpi_built(),
-        gloo=hvd.gloo_built(),
-        nccl=bool(hvd.nccl_built()),
-        mpi_library=_mpi_library() if hvd.mpi_built() else "",
-    )
+    return hvd
 
 
-def _mpi_library() -> str:
+def mpi_library() -> str:
     """Return name and version of the MPI library that Horovod loaded; legal before MPI_Init."""
     text, length = ctypes.create_string_buffer(_MAX_VERSION_BYTES), ctypes.c_int()
     if ctypes.CDLL(None).MPI_Get_library_version(text, ctypes.byref(length)):
@@ -219,9 +199,7 @@ def _mpi_library() -> str:
 
 def leave_ranks() -> None:
     """End this process's part in the ranks that Horovod has connected, if it has."""
-    import horovod.torch as hvd
-
-    hvd.shutdown()
+    load_horovod().shutdown()
 
 
 def listen_for_hosts(listener: Any) -> None:

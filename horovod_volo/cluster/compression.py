@@ -16,7 +16,7 @@ measured before anything is clamped: it is finite only if all gradients of the b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,22 +34,6 @@ _HEADROOM_BITS = 6
 _DECAY = 0.99  # of the running maximum per step: it halves in 69 steps
 _CACHED_ELEMENTS = 2**17  # elements of fp16 whose fp32 copy fits into a core's second-level cache
 _MIN_EXPONENT, _MAX_EXPONENT = -100, 100  # a scale and its inverse are normal fp32 numbers
-
-
-def summed_in_fp32(parameters: Mapping[str, Tensor], heads: Collection[str]) -> set[str]:
-    """Return the names of parameters whose gradients an fp16 sum rounds more than bf16 arithmetic does.
-
-    Gradients of biases, norms and `heads`, which compute logits, are nearly equal on all ranks. Each addition
-    of nearly equal numbers rounds in the same direction, so the error of their sum grows with the ranks.
-    These parameters are a few per cent of a network.
-    """
-    prefixes = tuple(f"{head}." for head in heads)
-    of_heads = {name for name in parameters if name.startswith(prefixes)}
-    if prefixes and not of_heads:
-        raise ValueError(
-            f"no parameter belongs to the heads {', '.join(heads)}: are the names those of the model?"
-        )
-    return of_heads | {name for name, parameter in parameters.items() if parameter.dim() <= 1}
 
 
 class NoCompression:
@@ -103,7 +87,7 @@ class Fp16Compression(NoCompression):
         self._scale, self._inverse_scale = scales.scale[number], scales.inverse_scale[number]
         self.maximum = scales.maxima[number : number + 1] if scales.adaptive else None
         self._maxima = [torch.zeros_like(scales.maxima[:1])]  # and those of what was compressed in this step
-        self._limit = _LARGEST_SUM / _next_power_of_two(self.size)
+        self._limit = _LARGEST_SUM / (1 << (self.size - 1).bit_length())  # the next power of two of the ranks
 
     @property
     def compresses_per_gradient(self) -> bool:  # type: ignore[override]  # it changes after the first step
@@ -156,7 +140,9 @@ class BucketScales:
         self.initialized = not adaptive
         self.maxima = maxima
         self.running_maxima = torch.zeros_like(maxima)  # decaying maximum of that mean
-        self.scale = maxima.new_full((len(maxima), 1), 1.0 / predivisor(size))
+        # Gradients are divided by a power of two near sqrt(size) before the sum, and by the rest of the ranks
+        # after it, so that fp16 neither overflows nor underflows.
+        self.scale = maxima.new_full((len(maxima), 1), 2.0 ** -math.ceil(math.log2(size) / 2))
         self.inverse_scale = 1.0 / (self.scale * size)  # also divides by the number of ranks
         self._size = size
         self._initial_scale = self.scale.clone()
@@ -205,19 +191,6 @@ def max_abs(tensor: Tensor) -> Tensor:
 def _power_of_two(exponents: Tensor) -> Tensor:
     """Return 2^exponents exactly, by writing the exponent bits of fp32."""
     return (exponents.int() + 127).bitwise_left_shift(23).view(torch.float32)
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def predivisor(size: int) -> float:
-    """Return a power of two near sqrt(size).
-
-    Gradients are divided by it before the sum and by the rest of the ranks after it, so that fp16 neither
-    overflows nor underflows.
-    """
-    return float(2.0 ** math.ceil(math.log2(size) / 2))
 
 
 def scale_into(target: Tensor, source: Tensor, factor: Tensor) -> None:

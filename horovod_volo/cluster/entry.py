@@ -61,15 +61,18 @@ def connect_once(config: Config) -> World:
 
     Raise UserError if the ranks' settings differ, or this process was connected with other ones.
     """
-    from horovod_volo.cluster.pinning import HorovodOptions, bind
+    from horovod_volo.cluster.pinning import bind
     from horovod_volo.cluster.world import World
 
     launch = config.launch
     if not _connected:
         # A process alone, such as a notebook, keeps its cores unless a binding was asked for.
         is_bound = read_launch_env().size > 1 or "binding" in config.non_default
-        options = HorovodOptions(launch.horovod_autotune, launch.horovod_timeline)
-        binding = bind(launch.binding if is_bound else "none", options)
+        binding = bind(
+            launch.binding if is_bound else "none",
+            autotune=launch.horovod_autotune,
+            timeline=launch.horovod_timeline,
+        )
         _connected.update(world=World.connect(binding), launch=launch)
     if _connected["launch"] != launch:
         raise UserError(

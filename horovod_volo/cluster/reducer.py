@@ -1,7 +1,7 @@
-"""Averages gradients over ranks while backward runs. Given each gradient as soon as autograd has computed it,
-the reducer copies it into its bucket, and launches a bucket's all-reduce when its last gradient is ready. It
-gives gradients that are summed over micro-batches and averaged over ranks. On a GPU, gradients are copied
-when the last one is ready: one kernel copies them all.
+"""Averages gradients over ranks while backward runs. The reducer copies gradients into their buckets, and
+launches a bucket's all-reduce when autograd has computed its last gradient. It gives gradients that are
+summed over micro-batches and averaged over ranks. On a CPU, a gradient is copied as soon as it is computed,
+while it is in a cache; on a GPU, one kernel copies all gradients of a bucket.
 
 Batch-norm statistics are averaged too. Between steps each `grad` is None, so that autograd need not add to an
 earlier gradient.
@@ -9,56 +9,20 @@ earlier gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from horovod_volo.cluster.buckets import Bucket, build_buckets
+from horovod_volo.cluster.buckets import Bucket, build_gradient_buckets
 from horovod_volo.cluster.collectives import Wait, WaitForResult
-from horovod_volo.cluster.compression import (
-    BucketScales,
-    Fp16Compression,
-    NoCompression,
-    ReduceAsync,
-    summed_in_fp32,
-)
+from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCompression, ReduceAsync
 from horovod_volo.cluster.step_statistics import StepStatistics
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.names import Registry
-
-_MIB = 2**20
-
-
-def build_gradient_buckets(
-    parameters: Mapping[str, Parameter],
-    settings: Exchange,
-    *,
-    heads: Collection[str],
-    ranks: int,
-    shards: int,
-) -> list[Bucket]:
-    """Build the buckets that the settings request for this number of ranks.
-
-    `heads` are the names of the modules that compute logits.
-    """
-    compressed = settings.compression == "fp16" and ranks > 1
-    return build_buckets(
-        parameters,
-        round(settings.bucket_mib * _MIB),
-        shards,
-        round(settings.last_bucket_mib * _MIB),
-        summed_in_fp32(parameters, heads) if compressed else (),
-    )
-
-
-def message_bytes(bucket: Bucket, settings: Exchange) -> int:
-    """Return the bytes of a bucket that each rank sends into its reduction, if there are several ranks."""
-    compressed = settings.compression == "fp16" and bucket.compressible
-    return bucket.gradients.numel() * (2 if compressed else bucket.gradients.itemsize)
 
 
 class Reducer:
@@ -187,7 +151,6 @@ class _BucketReduction:
         self._micro_batches = micro_batches
         self._wait: Wait | None = None
         self._gradients_per_step = self._missing = micro_batches * len(bucket.parameters)
-        self._per_gradient = False  # whether each gradient is compressed when it is ready
         self._copies_at_once = not _on_cpu(bucket.gradients)
         # For each parameter its views of the compression buffer and of the bucket's gradients.
         self._views: dict[Tensor, tuple[Tensor, Tensor]] = {
@@ -199,7 +162,7 @@ class _BucketReduction:
 
     def _on_grad_ready(self, parameter: Tensor) -> None:
         if not self._copies_at_once:
-            self._collect(parameter)
+            self._collect([parameter])
         self._missing -= 1
         if self._missing == 0:
             self.launch()
@@ -210,43 +173,39 @@ class _BucketReduction:
             )
 
     def launch(self) -> None:
-        if self._wait is not None:
-            return
-        if self._copies_at_once:
-            self._copy_all()
-        if self._missing:
-            for parameter in self._views:
-                self._collect(parameter)
-        if not self._per_gradient:
-            self._compression.compress_bucket()
-        self._wait = self._compression.launch()
+        if self._wait is None:
+            self._collect(self._views)  # also those that backward has not computed
+            if not self._compresses_each:
+                self._compression.compress_bucket()
+            self._wait = self._compression.launch()
 
-    def _collect(self, parameter: Tensor) -> None:
-        """Copy the gradient into its bucket and let `grad` refer to it there; write 0 if there is none."""
-        compressed, uncompressed = self._views[parameter]
-        gradient = parameter.grad
-        if gradient is None:
-            (compressed if self._per_gradient else uncompressed).zero_()
-        elif gradient is not uncompressed:
-            if self._per_gradient:
-                self._compression.compress_gradient(compressed, gradient)
-            else:
-                uncompressed.copy_(gradient)
-        parameter.grad = uncompressed
+    @property
+    def _compresses_each(self) -> bool:
+        """Whether each gradient is compressed; those of several micro-batches are summed in fp32 before."""
+        one_by_one = self._micro_batches == 1 and not self._copies_at_once
+        return one_by_one and self._compression.compresses_per_gradient
 
-    def _copy_all(self) -> None:
-        """Copy all gradients, those that lie in memory like the bucket's views by one kernel."""
+    def _collect(self, parameters: Iterable[Tensor]) -> None:
+        """Copy gradients, or 0 where there is none, into the bucket; let each `grad` refer to it there.
+
+        Those that lie in memory like the bucket's views are copied by one kernel.
+        """
+        compresses_each = self._compresses_each
         views, gradients = [], []
-        for parameter, (_, view) in self._views.items():
-            gradient = parameter.grad
-            if gradient is None or gradient is view:
+        for parameter in parameters:
+            compressed, view = self._views[parameter]
+            gradient, parameter.grad = parameter.grad, view
+            if gradient is None:
+                (compressed if compresses_each else view).zero_()
+            elif gradient is view:
                 continue
-            if gradient.stride() == view.stride():
+            elif compresses_each:
+                self._compression.compress_gradient(compressed, gradient)
+            elif gradient.stride() == view.stride():
                 views.append(view)
                 gradients.append(gradient)
             else:
                 view.copy_(gradient)
-            parameter.grad = view
         if views:
             torch._foreach_copy_(views, gradients)
 
@@ -259,9 +218,6 @@ class _BucketReduction:
             parameter.grad = None
         self._missing = self._gradients_per_step
         self._wait = None
-        # Gradients of several micro-batches are summed in fp32 before they are compressed.
-        one_by_one = self._micro_batches == 1 and not self._copies_at_once
-        self._per_gradient = one_by_one and self._compression.compresses_per_gradient
 
 
 def _moving_buffers(model: nn.Module) -> list[Tensor]:

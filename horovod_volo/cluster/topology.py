@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 import pynvml
@@ -25,18 +25,11 @@ _LOCAL, _FAR = 10, 255  # the kernel's distance of a node to itself, and to an u
 
 @dataclass(frozen=True)
 class Device:
-    """A device on the PCI bus."""
+    """A device on the PCI bus, such as a GPU."""
 
-    name: str
+    name: str  # of a GPU: its PCI address
     path: tuple[str, ...]  # from the root bridge down to the device
     node: int  # NUMA node, or UNKNOWN
-
-
-@dataclass(frozen=True)
-class Gpu(Device):
-    """A GPU; its name is its PCI address."""
-
-    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class Host:
     cores: tuple[tuple[int, ...], ...]  # physical cores, each with the CPU numbers of its hardware threads
     nodes: dict[int, tuple[int, ...]]  # CPUs of each NUMA node
     distances: dict[int, dict[int, int]]  # between NUMA nodes
-    gpus: tuple[Gpu, ...]  # in the driver's order
+    gpus: tuple[Device, ...]  # in the driver's order
     nics: tuple[Nic, ...]
 
 
@@ -65,25 +58,20 @@ def read_host(root: Path = Path("/"), driver_gpus: Sequence[tuple[str, str]] = (
     """Read the host whose /sys lies below `root`; `driver_gpus` are PCI addresses and UUIDs from NVML."""
     folder = root / "sys/devices/system"
     numbers = sorted(int(node.name[4:]) for node in (folder / "node").glob("node[0-9]*"))
-    of_nodes = {
-        field: {number: read_text_or_empty(folder / f"node/node{number}/{field}") for number in numbers}
-        for field in ("cpulist", "distance")
-    }
-    nodes = {number: cpu_list(text) for number, text in of_nodes["cpulist"].items()}
-    cpus_of_nodes = tuple(sorted(cpu for cpus in nodes.values() for cpu in cpus))
-    online = cpu_list(read_text_or_empty(folder / "cpu/online")) or cpus_of_nodes
-    cores = set()
-    for cpu in online:
-        siblings = cpu_list(read_text_or_empty(folder / f"cpu/cpu{cpu}/topology/thread_siblings_list"))
-        cores.add(tuple(sorted(set(siblings) & set(online))) or (cpu,))
+
+    def read(file: str) -> str:
+        return read_text_or_empty(folder / file)
+
+    nodes = {number: cpu_list(read(f"node/node{number}/cpulist")) for number in numbers}
+    # A row has one number for each online node, in ascending order of nodes.
+    rows = {number: map(int, read(f"node/node{number}/distance").split()) for number in numbers}
+    online = cpu_list(read("cpu/online")) or tuple(sorted(chain(*nodes.values())))
+    siblings = [set(cpu_list(read(f"cpu/cpu{cpu}/topology/thread_siblings_list"))) for cpu in online]
+    cores = {tuple(sorted(core & set(online))) or (cpu,) for cpu, core in zip(online, siblings, strict=True)}
     return Host(
         cores=tuple(sorted(cores)),
-        nodes=nodes if cpus_of_nodes else {0: online},
-        # A row has one number for each online node, in ascending order of nodes.
-        distances={
-            number: dict(zip(numbers, map(int, row.split()), strict=False))
-            for number, row in of_nodes["distance"].items()
-        },
+        nodes=nodes if any(nodes.values()) else {0: online},
+        distances={number: dict(zip(numbers, row, strict=False)) for number, row in rows.items()},
         gpus=_gpus(root, driver_gpus),
         nics=_nics(root),
     )
@@ -151,15 +139,13 @@ def gpus_on_bus(root: Path = Path("/")) -> set[str]:
     }
 
 
-def _gpus(root: Path, driver_gpus: Sequence[tuple[str, str]]) -> tuple[Gpu, ...]:
+def _gpus(root: Path, driver_gpus: Sequence[tuple[str, str]]) -> tuple[Device, ...]:
     """Return the GPUs that the driver lists, and those that a cgroup hides from the driver."""
-    uuids = {kernel_address(address): uuid for address, uuid in driver_gpus}
-    hidden = gpus_on_bus(root) - uuids.keys() if uuids else set()
-    gpus = []
-    for name in sorted({*uuids, *hidden}) if hidden else uuids:
-        folder = (root / _DEVICES / name).resolve()
-        gpus.append(Gpu(name, _pci_path(folder), _numa_node(folder), uuids.get(name, "")))
-    return tuple(gpus)
+    names = [kernel_address(address) for address, _ in driver_gpus]
+    if names and (hidden := gpus_on_bus(root).difference(names)):
+        names = sorted({*names, *hidden})
+    folders = [(root / _DEVICES / name).resolve() for name in names]
+    return tuple(Device(folder.name, _pci_path(folder), _numa_node(folder)) for folder in folders)
 
 
 def _nics(root: Path) -> tuple[Nic, ...]:

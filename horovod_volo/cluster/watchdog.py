@@ -21,7 +21,6 @@ from pathlib import Path
 from horovod_volo.cluster import watchdog_process
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.watchdog_process import Heartbeat
-from horovod_volo.core import liveness
 from horovod_volo.core.errors import escape_controls, print_error
 
 _FIRST_STEP_SECONDS = 1800.0  # before the first log point: it may compile
@@ -79,7 +78,6 @@ class Watchdog:
         except BrokenPipeError:
             print_error(f"warning: the watchdog of rank {rank} has ended: nobody notices if this rank hangs")
         self.heartbeat.watch(self._limit)
-        liveness.note_progress = self.heartbeat.beat
 
     def close(self) -> None:
         """End the process."""

@@ -1,4 +1,4 @@
-"""Rank and size of this process, and the collectives on objects, errors and small tensors."""
+"""Rank, size and device of this process, and the collectives on objects, errors and small tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.collectives import Collectives, HorovodCollectives, RankLostError, WaitForResult
 from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
-from horovod_volo.cluster.pinning import unbound
+from horovod_volo.cluster.pinning import compute_threads, plan_own_binding
 from horovod_volo.core.errors import UserError
 
 T = TypeVar("T")
@@ -36,13 +36,13 @@ class World:
     local_size: int = 1
     launcher: str = "none"
     controller: str = "none"
-    binding: Binding = field(default_factory=unbound)
+    binding: Binding = field(default_factory=plan_own_binding)
     collectives: Collectives = field(default_factory=Collectives, repr=False)
 
     @classmethod
     def connect(cls, binding: Binding | None = None) -> World:
         """Initialize Horovod with the ranks that the launcher started. Collective: every rank calls this."""
-        binding = binding or unbound()
+        binding = binding or plan_own_binding()
         launch = read_launch_env()
         if launch.size == 1:
             return cls(binding=binding)
@@ -176,6 +176,55 @@ class WorldSums:
         # Horovod does not support bf16: concatenate the bytes.
         wait = self._collectives.allgather_async(part.view(torch.uint8), name)
         return lambda: wait().view(part.dtype)
+
+
+@dataclass(frozen=True)
+class RankResources:
+    """Device, threads and binding of a rank."""
+
+    device: torch.device
+    threads: int  # one for each CPU of the rank: for data, and for compute unless OMP_NUM_THREADS is set
+    binding: str  # as it is logged
+
+    def __str__(self) -> str:
+        return f"{self.device}; {self.binding}"
+
+
+def rank_resources(world: World) -> RankResources:
+    """Return this rank's device and threads, and set both in torch. Collective: every rank calls this."""
+    device = world.run_on_all_ranks(lambda: _device(world))
+    _check_devices(device, world)
+    binding = world.binding
+    torch.set_num_threads(compute_threads(binding.threads))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return RankResources(device, binding.threads, str(binding))
+
+
+def _device(world: World) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        return torch.device("cpu")
+    if gpus == 1:  # the host has one, or the scheduler shows one to each rank
+        return torch.device("cuda", 0)
+    if world.local_size > gpus:
+        raise UserError(f"{world.local_size} ranks share a host with {gpus} GPUs. Start one rank per GPU.")
+    return torch.device("cuda", world.local_rank)
+
+
+def _check_devices(device: torch.device, world: World) -> None:
+    """Raise if two ranks use the same GPU, or only some have one. Collective: every rank calls this."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    gpus = world.allgather_object((socket.gethostname(), gpu))
+    without = [rank for rank, (_, uuid) in enumerate(gpus) if not uuid]
+    if 0 < len(without) < world.size:  # the same on all ranks
+        raise AllRanksError(
+            f"Rank {', '.join(map(str, without))} of {world.size} sees no GPU, but the others do. "
+            "Run `python -m horovod_volo.doctor` under the same launcher to see why."
+        )
+    same = [rank for rank, other in enumerate(gpus) if gpu and other == gpus[world.rank]]
+    sharing = f"Ranks {', '.join(map(str, same))} use the same GPU of {gpus[world.rank][0]}"
+    world.raise_on_all_ranks(UserError(f"{sharing}. Start one rank per GPU.") if len(same) > 1 else None)
 
 
 def _check_size(launch: LaunchEnv, collectives: HorovodCollectives) -> None:

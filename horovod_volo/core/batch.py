@@ -63,27 +63,6 @@ class EvalBatch:
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
 
 
-@dataclass(frozen=True, eq=False)
-class SceneBatch:
-    """One micro-batch of images with masks; the tensors are on the rank's device, the indices on the host."""
-
-    images: Tensor  # (batch, 3, side, side) float32, normalised
-    masks: Tensor  # (batch, side, side) uint8 classes; IGNORED where there is none
-    indices: NDArray[np.int64]  # (batch,) positions in the list
-    drawn: NDArray[np.int64]  # likewise, of the images that the epoch's order has here: damaged ones differ
-
-
-@dataclass(frozen=True, eq=False)
-class BoxBatch:
-    """One micro-batch of images with boxes; the tensors are on the rank's device, the indices on the host."""
-
-    images: Tensor  # (batch, 3, side, side) float32, normalised
-    boxes: Tensor  # (batch, most, 4) float32 left, top, right, bottom as fractions of the image; then zeros
-    classes: Tensor  # (batch, most) int64 from 1; 0 where there is no box
-    indices: NDArray[np.int64]  # (batch,) positions in the list
-    drawn: NDArray[np.int64]  # likewise, of the images that the epoch's order has here: damaged ones differ
-
-
 def copy_async(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
     """Copy host values to a device through pinned memory without waiting; for the CPU, do not copy."""
     tensor = torch.as_tensor(values)

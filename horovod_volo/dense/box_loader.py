@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.config.task_settings import Detection
-from horovod_volo.core.batch import BoxBatch, copy_async
+from horovod_volo.core.batch import copy_async
 from horovod_volo.core.rng import Purpose, uniforms
 from horovod_volo.data.image_decoder import resizing_inputs
 from horovod_volo.data.prefetcher import PendingBatch
@@ -36,6 +36,17 @@ _MOST_OBLONG = 2.0  # width over height of a window, relative to the image's, or
 _FLIP = 0.5
 _GREY = 128.0  # contrast is stretched around it
 _TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
+
+
+@dataclass(frozen=True, eq=False)
+class BoxBatch:
+    """One micro-batch of images with boxes; the tensors are on the rank's device, the indices on the host."""
+
+    images: Tensor  # (batch, 3, side, side) float32, normalised
+    boxes: Tensor  # (batch, most, 4) float32 left, top, right, bottom as fractions of the image; then zeros
+    classes: Tensor  # (batch, most) int64 from 1; 0 where there is no box
+    indices: NDArray[np.int64]  # (batch,) positions in the list
+    drawn: NDArray[np.int64]  # likewise, of the images that the epoch's order has here: damaged ones differ
 
 
 @dataclass(frozen=True, eq=False)

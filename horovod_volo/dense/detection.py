@@ -12,14 +12,13 @@ from torch import Tensor
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.task_settings import Detection
-from horovod_volo.core.batch import BoxBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import decoder_messages
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.dense.anchors import DetectionLoss, anchor_rule, build_anchors, detection_loss, encode
 from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes, open_boxes
-from horovod_volo.dense.box_loader import BoxTrainLoader
+from horovod_volo.dense.box_loader import BoxBatch, BoxTrainLoader
 from horovod_volo.dense.ssd import HEADS, build_ssd, fitted_weights
 from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask, RankContext, load_weights
 from horovod_volo.engine.classification import TASKS

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.config.task_settings import Segmentation
-from horovod_volo.core.batch import IGNORED, SceneBatch, copy_async
+from horovod_volo.core.batch import IGNORED, copy_async
 from horovod_volo.core.rng import Purpose, uniforms
 from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.reading import read_image
@@ -32,6 +32,16 @@ _FLIP = 0.5
 _DISTORTED = 0.5  # probability of each distortion
 _BRIGHTNESS, _HUE_STEPS, _HUE_CIRCLE = 32.0, 18, 180
 _FACTORS = (0.5, 1.5)  # of contrast and saturation
+
+
+@dataclass(frozen=True, eq=False)
+class SceneBatch:
+    """One micro-batch of images with masks; the tensors are on the rank's device, the indices on the host."""
+
+    images: Tensor  # (batch, 3, side, side) float32, normalised
+    masks: Tensor  # (batch, side, side) uint8 classes; IGNORED where there is none
+    indices: NDArray[np.int64]  # (batch,) positions in the list
+    drawn: NDArray[np.int64]  # likewise, of the images that the epoch's order has here: damaged ones differ
 
 
 @dataclass(frozen=True, eq=False)

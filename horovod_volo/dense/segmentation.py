@@ -12,12 +12,11 @@ from torch import Tensor
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.task_settings import Segmentation
-from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.dense.mean_iou import SceneEvaluation
 from horovod_volo.dense.scene_list import SceneList
-from horovod_volo.dense.scene_loader import SceneTrainLoader
+from horovod_volo.dense.scene_loader import SceneBatch, SceneTrainLoader
 from horovod_volo.dense.scene_shards import open_scenes
 from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask, load_weights
 from horovod_volo.dense.upernet import HEADS, PixelLosses, UperNet, fitted_weights, pixel_losses

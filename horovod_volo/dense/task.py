@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World, WorldSums
+from horovod_volo.cluster.world import RankResources, World, WorldSums
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker

@@ -19,8 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.resources import rank_resources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.recipe import assemble
 from horovod_volo.core.errors import UserError

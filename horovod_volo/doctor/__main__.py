@@ -107,7 +107,7 @@ def _check_this_rank(launch: LaunchEnv, binding: Binding) -> list[Finding]:
 
 def _check_ledger(run: Path) -> int:
     try:
-        print(import_module("horovod_volo.elastic.ledger_check").check_ledger(run))
+        print(import_module("horovod_volo.elastic.ledger").check_ledger(run))
     except UserError as error:
         print_error(f"error: {error}")
         return FAILED

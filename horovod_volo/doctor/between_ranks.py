@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.topology import cpu_ranges
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.environment import PACKAGE, code_hashes, package_versions
 from horovod_volo.doctor.network import list_interfaces

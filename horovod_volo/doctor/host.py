@@ -45,7 +45,7 @@ def check_topology() -> Iterator[Finding]:
 
 
 def check_binding(binding: Binding) -> Iterator[Finding]:
-    """Report the CPUs, memory, GPU and network card of this rank."""
+    """Report the CPUs, GPU and network card of this rank."""
     gpu = f", GPU {binding.gpu.name}" if binding.gpu else ""
     unchanged = "".join(f"; {text}" for text in binding.warnings) if binding.by_launcher else ""
     yield ok(f"{binding.mode}: {binding}{gpu}{unchanged}")

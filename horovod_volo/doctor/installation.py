@@ -27,25 +27,26 @@ def check_torch() -> Iterator[Finding]:
 
 def check_horovod() -> Iterator[Finding]:
     """Report how Horovod was built, and its mpirun; fail where several ranks cannot use it."""
-    from horovod_volo.cluster.collectives import BUILD, read_build
+    from horovod_volo.cluster.collectives import BUILD, load_horovod, mpi_library
 
     if importlib.util.find_spec("horovod") is None and read_launch_env().size == 1:
         yield ok(f"not installed; one rank needs none. For several ranks build it: {BUILD}")
         return
     import torch
 
-    build = read_build()
-    features = {"PyTorch": True, "MPI": build.mpi, "gloo": build.gloo, "NCCL": build.nccl}
+    hvd = load_horovod()
+    mpi, nccl = hvd.mpi_built(), bool(hvd.nccl_built())
+    features = {"PyTorch": True, "MPI": mpi, "gloo": hvd.gloo_built(), "NCCL": nccl}
     present = ", ".join(name for name, built in features.items() if built)
     missing = "".join(f", no {name}" for name, built in features.items() if not built)
-    yield ok(f"{build.version} with {present}{missing}")
-    if torch.cuda.is_available() and not build.nccl:
+    yield ok(f"{importlib.metadata.version('horovod')} with {present}{missing}")
+    if torch.cuda.is_available() and not nccl:
         yield warning(
             "was built without NCCL: gradients pass through host memory",
             "Build it again on a machine with a GPU, or with HOROVOD_GPU_OPERATIONS=NCCL: "
             "HOROVOD_GPU_OPERATIONS=NCCL horovod-volo build_horovod prints the wheel to install.",
         )
-    yield replace(compare_mpi(build.mpi_library, _mpirun_version()), subject="mpirun")
+    yield replace(compare_mpi(mpi_library() if mpi else "", _mpirun_version()), subject="mpirun")
 
 
 def _mpirun_version() -> str:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from horovod_volo.cluster.buckets import Bucket
-from horovod_volo.cluster.reducer import message_bytes
+from horovod_volo.cluster.buckets import Bucket, message_bytes
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.schema import Config, Published
 from horovod_volo.core.operators import describe_kernels

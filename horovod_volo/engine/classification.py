@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World, WorldSums
+from horovod_volo.cluster.world import RankResources, World, WorldSums
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.errors import UserError

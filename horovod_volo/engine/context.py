@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.watchdog_process import Heartbeat
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.callbacks import Callbacks

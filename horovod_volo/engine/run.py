@@ -18,6 +18,7 @@ from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.names import Registry
+from horovod_volo.data.images import catalog_file
 from horovod_volo.engine.banner import banner, format_lines
 from horovod_volo.engine.callbacks import PROFILERS, Callback, Callbacks, build_plugin_callbacks, parse_steps
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
@@ -93,6 +94,7 @@ def run(
 def _watch_ranks(config: Config, world: World, watchdog: Watchdog) -> list[str]:
     """Let the watchdog end the run if a stage or a step does not; return the ranks' hosts. Collective."""
     world.collectives.heartbeat = watchdog.heartbeat
+    catalog_file.note_progress = watchdog.heartbeat.beat
     hosts = world.hosts()
     name = world.broadcast_object(f"{hosts[0]}-{os.getpid()}-{uuid4().hex[:8]}")  # of this set of ranks
     watchdog.watch_ranks(world.rank, hosts, run_folder(config) / "hang" / name)

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_volo.cluster.resources import rank_resources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import RunFacts, config_warnings, loggers

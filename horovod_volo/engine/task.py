@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, random_bits

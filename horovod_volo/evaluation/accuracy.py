@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_volo.cluster.resources import RankResources, rank_resources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import RankResources, World, rank_resources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Run
 from horovod_volo.core.batch import EvalBatch

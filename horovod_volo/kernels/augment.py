@@ -21,7 +21,6 @@ from horovod_volo.data.augmentation import color_ops, geometric_ops
 from horovod_volo.data.augmentation.apply_ops import apply_groups, groups_of
 from horovod_volo.data.augmentation.operations import OPERATIONS, source_matrices
 from horovod_volo.data.augmentation.policy import Operations
-from horovod_volo.kernels.codes import PixelOp
 
 # Triton is imported where a kernel is launched: shapes and costs are known without it.
 _BLOCK = 512  # pixels of one program

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from horovod_volo.cluster.resources import rank_resources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.labelling.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer

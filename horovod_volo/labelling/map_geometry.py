@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from horovod_volo.cluster.resources import rank_resources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.reading import read_image

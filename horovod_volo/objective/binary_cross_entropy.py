@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.objective.loss import Loss, SoftTargetLoss, build_targets, register_loss
 from horovod_volo.objective.soft_target import SoftTarget, blocks, check_rows, may_overwrite
 

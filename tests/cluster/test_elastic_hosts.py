@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.elastic.ledger_check import check_ledger
+from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
 from tests.cluster.hosts import INTERFACE, SSH_PORT, EmulatedHost, EmulatedNetwork, network
 from tests.faults.elastic_run import SETTINGS, ElasticTrial, started, write_hosts

@@ -24,7 +24,7 @@ from horovod_volo.config.update_settings import Exchange
 from horovod_volo.config.validation import check
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.elastic.ledger_check import check_ledger
+from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.train import main
 from tests.faults.elastic_run import on_this_machine
 from tests.ranks.board_reading import check_board

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.elastic.ledger_check import check_ledger
+from horovod_volo.elastic.ledger import check_ledger
 from tests.faults.runs import only_error, start, steps, weights
 
 EVERY = ("--epochs", "2", "--eval-every", "2", "--checkpoint-every", "2", "--log-every", "1")

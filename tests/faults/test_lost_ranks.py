@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.elastic.ledger_check import check_ledger
+from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
 from tests.faults.runs import SMALL, start, weights
 from tests.ranks.launching import launcher, python, run

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.elastic.ledger_check import check_ledger
+from horovod_volo.elastic.ledger import check_ledger
 from tests.faults.runs import SMALL, weights
 from tests.ranks.launching import environment, launcher, python, train
 

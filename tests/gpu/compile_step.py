@@ -24,8 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from horovod_volo.bench import synthetic
 from horovod_volo.bench.synthetic import bench_config, random_batch, synthetic_context
-from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core import operators
 from horovod_volo.data.augmentation.apply_ops import augment_

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.recipe import assemble
 from horovod_volo.config.schema import Config
 from horovod_volo.demo.demo_set import make_demo_set

@@ -38,8 +38,7 @@ from horovod_volo.bench import synthetic  # noqa: E402
 from horovod_volo.bench.synthetic import bench_config, random_labels, synthetic_context  # noqa: E402
 from horovod_volo.cluster.collectives import Collectives  # noqa: E402
 from horovod_volo.cluster.compression import BucketScales  # noqa: E402
-from horovod_volo.cluster.resources import RankResources  # noqa: E402
-from horovod_volo.cluster.world import World  # noqa: E402
+from horovod_volo.cluster.world import RankResources, World  # noqa: E402
 from horovod_volo.core.batch import TrainBatch  # noqa: E402
 from horovod_volo.core.operators import OPERATORS, use_kernels  # noqa: E402
 from horovod_volo.engine.step import train_step  # noqa: E402

@@ -44,15 +44,8 @@ def test_each_rank_has_its_node(tmp_path: Path, start_with: str) -> None:
         assert saved["cpus_of_threads"] == [str(ALLOWED_CPUS[rank])]  # of all threads, including Horovod's
         assert saved["threads"] >= 3
         assert saved["threads_of_torch"] == 1
-        assert saved["nodes"] == [rank]
-    assert found[0]["memory"] == [0]
-    assert found[0]["policy"] == ["prefer:0"]
-    assert found[0]["warnings"] == []
-    if not Path("/sys/devices/system/node/node1").is_dir():
-        # If the system refuses, there is a warning.
-        assert found[1]["memory"] == []
-        assert found[1]["policy"] == ["default"]
-        assert found[1]["warnings"] == ["memory is not bound to NUMA node 1: Invalid argument"]
+        assert saved["policy"] == ["default"]  # of the memory: the node of the CPU that touches it first
+        assert saved["warnings"] == []
 
 
 @two_cpus
@@ -60,7 +53,6 @@ def test_binding_none_changes_nothing(tmp_path: Path) -> None:
     root = two_nodes(tmp_path / "host")
     for saved in ranks_of("binding", tmp_path, "none", str(root), ranks=2, start_with="gloo", plain=True):
         assert saved["cpus_of_threads"] == [cpu_ranges(ALLOWED_CPUS)]
-        assert saved["memory"] == []
 
 
 @two_cpus

@@ -8,15 +8,14 @@ import threading
 from pathlib import Path
 
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.cluster.pinning import bind, memory_nodes
+from horovod_volo.cluster.pinning import bind
 
 out, mode, root = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 binding = bind(mode, root=root)
 
 import torch  # noqa: E402  after bind, as in the trainer
 
-from horovod_volo.cluster.resources import rank_resources  # noqa: E402
-from horovod_volo.cluster.world import World  # noqa: E402
+from horovod_volo.cluster.world import World, rank_resources  # noqa: E402
 
 world = World.connect(binding)
 resources = rank_resources(world)
@@ -30,12 +29,10 @@ allowed = {
 maps = Path("/proc/self/numa_maps").read_text().splitlines()
 result = {
     "cpus": list(binding.cpus),
-    "nodes": list(binding.memory_nodes),
     "warnings": list(binding.warnings),
     "threads_of_torch": torch.get_num_threads(),
     "cpus_of_threads": sorted(allowed),
     "threads": len(status),
-    "memory": list(memory_nodes()),
     "policy": sorted({fields[1] for fields in map(str.split, maps) if fields[2:3] == ["heap"]}),
     "variables": {name: os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "HOROVOD_THREAD_AFFINITY")},
 }

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 
-from horovod_volo import Callback, TrainContext, Trainer, UserError
 from horovod_volo.cluster.entry import connect_once
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.callbacks import Callback
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.remote.remote_catalog import CacheSettings
+from horovod_volo.trainer import Trainer
 
 SETTINGS = {"recipe": "demo", "token_label": False, "img_size": 32, "batch_size": 4, "epochs": 2}
 SETTINGS |= {"warmup_epochs": 0, "log_every": 5, "eval_every": 1, "binding": "none"}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from horovod_volo.remote import block_cache
-from horovod_volo.remote.block_cache import BlockCache
-from horovod_volo.remote.remote_folder import RemoteFolder
+from horovod_volo.remote import remote_folder
+from horovod_volo.remote.remote_folder import BlockCache, RemoteFolder
 
 BLOCK = 4096
 
@@ -23,7 +22,7 @@ def used_bytes(cache: Path) -> int:
 
 def read_all(address: str, cache: Path, limit: int, order: list[int]) -> None:
     """Read `file` by parts through a cache; runs in a process of its own."""
-    block_cache.BLOCK_BYTES = BLOCK
+    remote_folder.BLOCK_BYTES = BLOCK
     folder, blocks = RemoteFolder(address), BlockCache(cache, limit)
     for number in order:
         content = blocks.read(folder, "file", number * 1000, 1000)

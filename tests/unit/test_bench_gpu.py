@@ -13,7 +13,7 @@ from torch import nn
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench import ceilings, comparison, gpu, step
 from horovod_volo.bench.comparison import WrongResultError
-from horovod_volo.cluster.resources import RankResources
+from horovod_volo.cluster.world import RankResources
 from horovod_volo.core.errors import UserError
 
 LABELS = "labels --maps 2"

@@ -15,7 +15,7 @@ from horovod_volo.bench import comparison, labels, loader, loss, peers, reduce, 
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.bench.loss import PublishedLoss
 from horovod_volo.bench.synthetic import random_labels
-from horovod_volo.cluster.resources import RankResources
+from horovod_volo.cluster.world import RankResources
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective.mixing import Box

@@ -1,4 +1,4 @@
-"""The CPUs, memory nodes, GPU and NIC of each rank on real machines, against values computed by hand."""
+"""The CPUs, GPU and NIC of each rank on real machines, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ CPUS_OF_A100 = (
     "48-55,176-183 56-63,184-191 16-23,144-151 24-31,152-159 112-119,240-247 120-127,248-255 80-87,208-215 "
     "88-95,216-223"
 )
-GPUS_OF_A100 = "07 0f 47 4e 87 90 b7 bd"
 CPUS_OF_DGX_2 = " ".join(f"{first}-{first + 2},{first + 48}-{first + 50}" for first in range(0, 48, 3))
 
 
@@ -28,7 +27,6 @@ class LaunchCase:
     machine: str
     ranks: int
     cpus: str
-    nodes: Sequence[int | tuple[int, ...]] | None = None  # a number is one node
     threads: Sequence[int] | None = None
     gpus: str | None = None  # the bus numbers of their addresses; "-": none
     nics: str | None = None
@@ -40,172 +38,81 @@ class LaunchCase:
     each_sees_one: bool = False  # rank r sees GPU r alone
 
 
+A100 = {"gpus": "07 0f 47 4e 87 90 b7 bd", "nics": NICS_OF_A100}
 LAUNCHES = {
     "eight ranks of a DGX A100": LaunchCase(
-        "dgx_a100",
-        8,
-        CPUS_OF_A100,
-        nodes=(3, 3, 1, 1, 7, 7, 5, 5),
-        threads=[16] * 8,
-        gpus=GPUS_OF_A100,
-        nics=NICS_OF_A100,
-        background="183 191 151 159 247 255 215 223",
+        "dgx_a100", 8, CPUS_OF_A100, [16] * 8, background="183 191 151 159 247 255 215 223", **A100
     ),
-    "each of them sees one GPU": LaunchCase(
-        "dgx_a100",
-        8,
-        CPUS_OF_A100,
-        nodes=(3, 3, 1, 1, 7, 7, 5, 5),
-        gpus=GPUS_OF_A100,
-        nics=NICS_OF_A100,
-        each_sees_one=True,
-    ),
+    "each of them sees one GPU": LaunchCase("dgx_a100", 8, CPUS_OF_A100, each_sees_one=True, **A100),
     "one rank has all of its GPU's node": LaunchCase(
-        "dgx_a100", 1, "48-63,176-191", nodes=(3,), threads=[32], gpus="07", nics="mlx5_0", background="191"
+        "dgx_a100", 1, "48-63,176-191", [32], "07", "mlx5_0", "191"
     ),
     "GPUs in the order in which CUDA shows them": LaunchCase(
         "dgx_a100", 2, "80-87,208-215 88-95,216-223", gpus="bd b7", nics="mlx5_8 mlx5_9", visible=(7, 6)
     ),
     "GPUs of two nodes": LaunchCase(
-        "dgx_a100",
-        2,
-        "48-63,176-191 112-127,240-255",
-        gpus="0f 87",
-        nics="mlx5_0 mlx5_6",
-        background="191 255",
-        visible=(1, 4),
+        "dgx_a100", 2, "48-63,176-191 112-127,240-255", None, "0f 87", "mlx5_0 mlx5_6", visible=(1, 4)
     ),
     "fewer GPUs than ranks are not assigned": LaunchCase(
-        "container", 3, "0-7,32-39 8-15,40-47 16-31,48-63", nodes=(0, 0, 1), gpus="- - -", visible=(0, 1)
-    ),
-    "no more ranks are assumed on a node than there are": LaunchCase(
-        "dgx_2", 2, "0-11,48-59 12-23,60-71", nics="mlx5_0 mlx5_0", each_sees_one=True
+        "container", 3, "0-7,32-39 8-15,40-47 16-31,48-63", gpus="- - -", visible=(0, 1)
     ),
     "one rank that sees one GPU has the node for itself": LaunchCase(
         "dgx_a100", 1, "112-127,240-255", visible=(5,)
     ),
     "mode core takes one thread of each core": LaunchCase(
-        "dgx_a100",
-        8,
-        "48-55 56-63 16-23 24-31 112-119 120-127 80-87 88-95",
-        nodes=(3, 3, 1, 1, 7, 7, 5, 5),
-        threads=[8] * 8,
-        background="55 63 23 31 119 127 87 95",
-        mode="core",
-    ),
-    "mode core takes the first allowed thread": LaunchCase(
-        "dgx_a100", 1, "48-51,180-183", mode="core", allowed="48-51,176-183"
+        "dgx_a100", 8, "48-55 56-63 16-23 24-31 112-119 120-127 80-87 88-95", [8] * 8, mode="core"
     ),
     "cores are not divided, whichever of their threads are allowed": LaunchCase(
-        "dgx_a100", 2, "48-51,176-179 180-183", threads=(8, 4), background="179 183", allowed="48-51,176-183"
+        "dgx_a100", 2, "48-51,176-179 180-183", (8, 4), background="179 183", allowed="48-51,176-183"
     ),
     "mode none changes no CPUs, but has GPU and NIC": LaunchCase(
-        "dgx_a100",
-        8,
-        " ".join(["0-255"] * 8),
-        nodes=[()] * 8,
-        threads=[32] * 8,
-        gpus=GPUS_OF_A100,
-        nics=NICS_OF_A100,
-        background="",
-        mode="none",
-    ),
-    "mode none divides the threads": LaunchCase(
-        "cpu_vm", 3, "0-6 0-6 0-6", threads=(2, 2, 2), mode="none", allowed="0-6"
+        "dgx_a100", 8, " ".join(["0-255"] * 8), [32] * 8, background="", mode="none", **A100
     ),
     "two GPUs of a DGX-2 share the NIC of their switch": LaunchCase(
-        "dgx_2",
-        16,
-        CPUS_OF_DGX_2,
-        nodes=[0] * 8 + [1] * 8,
-        threads=[6] * 16,
-        nics=" ".join(f"{nic} {nic}" for nic in NICS_OF_A100.split()),
-        background="50 53 56 59 62 65 68 71 74 77 80 83 86 89 92 95",
+        "dgx_2", 16, CPUS_OF_DGX_2, [6] * 16, nics=" ".join(f"{nic} {nic}" for nic in NICS_OF_A100.split())
     ),
     "with fewer than four CPUs none is left to the background thread": LaunchCase(
         "dgx_2", 16, " ".join(f"{first}-{first + 2}" for first in range(0, 48, 3)), background="", mode="core"
     ),
-    "a workstation is used completely, without a memory policy": LaunchCase(
-        "workstation", 1, "0-15", nodes=[()], threads=[16], gpus="01", nics="-", background="15"
-    ),
     "all ranks have the only GPU of a machine": LaunchCase(
         "workstation", 3, "0-3 4-9 10-15", gpus="01 01 01"
     ),
-    "one rank without GPUs": LaunchCase("cpu_vm", 1, "0-7", nodes=[()], gpus="-", nics="-", background="7"),
-    "two nodes, two ranks": LaunchCase("cpu_vm", 2, "0-3 4-7", nodes=(0, 1), background="3 7"),
-    "two nodes, three ranks": LaunchCase("cpu_vm", 3, "0-1 2-3 4-7", nodes=(0, 0, 1), background=""),
-    "two nodes, eight ranks": LaunchCase("cpu_vm", 8, "0 1 2 3 4 5 6 7", nodes=[0] * 4 + [1] * 4),
+    "one rank without GPUs": LaunchCase("cpu_vm", 1, "0-7", gpus="-", nics="-", background="7"),
+    "two nodes, three ranks": LaunchCase("cpu_vm", 3, "0-1 2-3 4-7", background=""),
     "ranks of a node without enough cores share all of it": LaunchCase(
-        "cpu_vm",
-        9,
-        "0-3 0-3 0-3 0-3 0-3 4 5 6 7",
-        threads=[1] * 9,
-        background="",  # they would share one CPU
-        warned=(0, 1, 2, 3, 4),
+        "cpu_vm", 9, "0-3 0-3 0-3 0-3 0-3 4 5 6 7", [1] * 9, background="", warned=(0, 1, 2, 3, 4)
     ),
-    "sharing ranks divide the threads of a core": LaunchCase(
-        "workstation", 2, "6-7 6-7", threads=(1, 1), warned=(0, 1), allowed="6-7", visible=()
-    ),
-    "allowed CPUs of two nodes": LaunchCase("cpu_vm", 2, "2-3 4-5", nodes=(0, 1), allowed="2-5"),
-    "allowed CPUs of one node": LaunchCase("cpu_vm", 2, "5 6-7", nodes=(1, 1), allowed="5-7"),
-    "fewer ranks than nodes": LaunchCase(
+    "allowed CPUs of one node": LaunchCase("cpu_vm", 2, "5 6-7", allowed="5-7"),
+    "fewer ranks than nodes": LaunchCase(  # the NICs near the first node of each
         "dgx_a100",
         3,
         "0-31,128-159 32-79,160-207 80-127,208-255",
-        nodes=((0, 1), (2, 3, 4), (5, 6, 7)),
-        threads=(64, 96, 96),
-        gpus="- - -",
-        nics="mlx5_0 mlx5_1 mlx5_8",  # the NICs near the first node of each
-        background="159 207 255",
+        (64, 96, 96),
+        nics="mlx5_0 mlx5_1 mlx5_8",
         visible=(),
     ),
     "a container on one socket with the GPUs of both": LaunchCase(
-        "container",
-        4,
-        "4-5 6-7 8-9 10-11",
-        nodes=(0, 0, 0, 0),
-        threads=[2] * 4,
-        gpus="17 65 ca e3",
-        background="",
-        warned=(2, 3),
-        allowed="4-11",
+        "container", 4, "4-5 6-7 8-9 10-11", [2] * 4, "17 65 ca e3", warned=(2, 3), allowed="4-11"
     ),
     "nodes that are not allowed are replaced by the nearest": LaunchCase(
         "dgx_a100",
         8,
         "32-35 36-39 40-43 44-47 96-99 100-103 104-107 108-111",
-        nodes=[2] * 4 + [6] * 4,
         nics=NICS_OF_A100,
-        background="35 39 43 47 99 103 107 111",
         warned=range(8),
         allowed="32-47,96-111",
     ),
     "GPUs without a known node are assigned in order": LaunchCase(
-        "virtual_gpus", 4, "0-1,8-9 2-3,10-11 4-5,12-13 6-7,14-15", nodes=[()] * 4, background="9 11 13 15"
+        "virtual_gpus", 4, "0-1,8-9 2-3,10-11 4-5,12-13 6-7,14-15", background="9 11 13 15"
     ),
     "equally near NICs are assigned in turn": LaunchCase(
-        "separate_domains",
-        4,
-        "12-17 18-23 0-5 6-11",
-        nics="mlx5_ib2 mlx5_ib3 mlx5_ib0 mlx5_ib1",
-        background="17 23 5 11",
+        "separate_domains", 4, "12-17 18-23 0-5 6-11", nics="mlx5_ib2 mlx5_ib3 mlx5_ib0 mlx5_ib1"
     ),
-    "after the last of the near NICs the first again": LaunchCase(
-        "separate_domains",
-        6,
-        "0-3 4-7 8-11 12-15 16-19 20-23",
-        nics="mlx5_ib0 mlx5_ib1 mlx5_ib0 mlx5_ib2 mlx5_ib3 mlx5_ib2",
-        visible=(),
-    ),
-    "Ethernet NICs are used without InfiniBand": LaunchCase(
-        "roce", 2, "0-3 12-15", nodes=(0, 3), nics="mlx5_10 mlx5_1", background="3 15"
-    ),
+    "Ethernet NICs are used without InfiniBand": LaunchCase("roce", 2, "0-3 12-15", nics="mlx5_10 mlx5_1"),
     "a core with a thread switched off": LaunchCase(
-        "two_ports", 2, "0-1,4 2-3,6-7", threads=(3, 4), background="", nics="mlx4_0 mlx4_2"
+        "two_ports", 2, "0-1,4 2-3,6-7", (3, 4), background="", nics="mlx4_0 mlx4_2"
     ),
-    "no rank is bound to a node without CPUs": LaunchCase(
-        "memory_node", 2, "0-3 4-7", nodes=[(), ()], visible=()
-    ),
+    "no rank is bound to a node without CPUs": LaunchCase("memory_node", 2, "0-3 4-7", visible=()),
 }
 
 
@@ -213,9 +120,6 @@ LAUNCHES = {
 def test_each_rank_has_what_is_near_its_gpu(launch: LaunchCase) -> None:
     planned = bindings(launch)
     assert [cpu_ranges(binding.cpus) for binding in planned] == launch.cpus.split()
-    if launch.nodes is not None:
-        nodes = [node if isinstance(node, tuple) else (node,) for node in launch.nodes]
-        assert [binding.memory_nodes for binding in planned] == nodes
     if launch.threads is not None:
         assert [binding.threads for binding in planned] == list(launch.threads)
     if launch.gpus is not None:
@@ -261,7 +165,7 @@ def test_a_rank_that_sees_one_gpu_leaves_cpus_to_the_other_ranks() -> None:
     rank = LaunchedRank(local_rank=1, local_size=2, allowed_cpus=every_cpu(host), visible_gpus=(5,))
     binding = plan_binding(host, rank)
     assert binding.gpu == host.gpus[5]
-    assert (cpu_ranges(binding.cpus), binding.memory_nodes) == ("120-127,248-255", (7,))
+    assert cpu_ranges(binding.cpus) == "120-127,248-255"
 
 
 def test_if_the_node_of_one_gpu_is_unknown_all_ranks_are_distributed() -> None:
@@ -281,25 +185,7 @@ def test_cpus_bound_by_the_launcher_are_not_changed(mode: str) -> None:
     assert cpu_ranges(binding.cpus) == "16-23,144-147"
     assert (binding.threads, binding.background_cpus) == (12, ())
     assert (binding.gpu, binding.nic and binding.nic.name) == (host.gpus[4], "mlx5_6")
-    assert binding.memory_nodes == (() if mode == "none" else (1,))
     assert bool(binding.warnings) == (mode != "none")
-
-
-@pytest.mark.parametrize(
-    ("machine", "allowed", "nodes"),
-    [
-        ("dgx_a100", "0-3,60-63,64", (0, 3, 4)),
-        ("cpu_vm", "3-4", ()),
-        ("cpu_vm", "4", (1,)),
-        ("workstation", "0-1", ()),
-        ("bare", "2", ()),
-    ],
-)
-def test_a_rank_bound_by_the_launcher_has_the_memory_of_its_cpus(
-    machine: str, allowed: str, nodes: tuple[int, ...]
-) -> None:
-    rank = LaunchedRank(0, 2, frozenset(cpu_list(allowed)), ranks_bound_here=1)
-    assert plan_binding(host_of(machine), rank).memory_nodes == nodes
 
 
 @pytest.mark.parametrize("mode", ["numa", "core", "none"])
@@ -319,4 +205,3 @@ def test_without_sys_the_allowed_cpus_are_distributed(tmp_path: Path, ranks: int
     host, allowed = read_host(tmp_path), frozenset(range(8))
     planned = [plan_binding(host, LaunchedRank(rank, ranks, allowed)) for rank in range(ranks)]
     assert [cpu_ranges(binding.cpus) for binding in planned] == cpus
-    assert [binding.memory_nodes for binding in planned] == [()] * ranks

@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-import pytest
-
 from horovod_volo.cluster.binding import LaunchedRank, plan_binding
-from horovod_volo.cluster.topology import Gpu, Host, Nic
+from horovod_volo.cluster.topology import Device, Host, Nic
 
 
 def random_host(draw: random.Random) -> Host:
@@ -36,7 +34,7 @@ def random_host(draw: random.Random) -> Host:
     for number in range(draw.choice((0, 0, 1, 2, 4))):
         node = draw.choice(list(nodes)) if nodes_known else -1
         address = f"0000:{number:02x}:00.0"
-        gpus.append(Gpu(name=address, path=random_path(draw, address), node=node, uuid=f"GPU-{number}"))
+        gpus.append(Device(name=address, path=random_path(draw, address), node=node))
     nics = []
     for number in range(draw.randint(0, 3)):
         path = random_path(draw, f"0000:{90 + number:02x}:00.0")
@@ -78,15 +76,13 @@ def random_machines() -> Iterator[tuple[int, Host, list[LaunchedRank]]]:
         yield seed, host, random_launch(draw, host)
 
 
-@pytest.mark.parametrize("mode", ["numa", "core", "none"])
-def test_every_rank_has_cpus_and_only_allowed_ones(mode: str) -> None:
+def test_every_rank_has_cpus_and_only_allowed_ones() -> None:
     for seed, host, launched in random_machines():
         for rank in launched:
-            binding = plan_binding(host, rank, mode)
-            assert binding.cpus, seed
-            assert binding.cpus == tuple(sorted(set(binding.cpus) & rank.allowed_cpus)), seed
-            assert binding.threads >= 1, seed
-            assert set(binding.memory_nodes) < set(host.nodes), seed
+            for mode in ("numa", "core", "none"):
+                binding = plan_binding(host, rank, mode)
+                assert binding.cpus == tuple(sorted(set(binding.cpus) & rank.allowed_cpus)) != (), seed
+                assert binding.threads >= 1, seed
 
 
 def test_ranks_divide_the_allowed_cores_of_their_nodes() -> None:
@@ -108,14 +104,6 @@ def test_ranks_divide_the_allowed_cores_of_their_nodes() -> None:
                     seed
                 )
     assert shared > 20
-
-
-def test_mode_core_has_one_thread_of_each_core_of_mode_numa() -> None:
-    for seed, host, launched in random_machines():
-        for rank in launched:
-            whole = set(plan_binding(host, rank, "numa").cpus)
-            first = {min(set(core) & whole) for core in host.cores if set(core) & whole}
-            assert set(plan_binding(host, rank, "core").cpus) == first, seed
 
 
 def test_ranks_are_bound_to_the_node_of_their_gpu_or_have_a_warning() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from horovod_volo.cluster.buckets import summed_in_fp32
 from horovod_volo.cluster.compression import (
     BucketScales,
     Fp16Compression,
     max_abs,
-    summed_in_fp32,
 )
 from horovod_volo.models.build import build_model, spec_of
 
@@ -90,15 +90,6 @@ def test_small_gradients_do_not_underflow_beside_large_ones(ranks: int) -> None:
         assert error < BF16_ROUNDING * max(1.0, (ranks / 40) ** 0.5), float(error)
     lost = (found[500:] == 0).float().mean()
     assert lost < 0.01
-
-
-@RANKS
-def test_with_a_fixed_scale_small_gradients_underflow(ranks: int) -> None:
-    """Without adaptive scales half of the bucket underflows."""
-    emulated = EmulatedRanks(ranks, 1000, adaptive=False)
-    local = small_beside_large(ranks, seed=1)
-    found, exact = emulated.step(local), torch.stack(local).double().mean(dim=0)
-    assert (found[500:] - exact[500:]).norm() / exact[500:].norm() > 0.05
 
 
 def test_the_first_step_is_not_compressed() -> None:
@@ -214,24 +205,9 @@ def test_vectors_and_heads_are_summed_in_fp32(name: str, heads: set[str]) -> Non
         summed_in_fp32({"head.weight": torch.zeros(2, 2)}, ["network.head"])
 
 
-@pytest.mark.parametrize("ranks", [40, 256])
-def test_nearly_equal_gradients_lose_precision_in_fp16(ranks: int) -> None:
-    """Nearly equal gradients round in the same direction at each addition: the reason for sums in fp32."""
-    emulated = EmulatedRanks(ranks, 1000)
-    random = torch.Generator().manual_seed(0)
-    common = 1e-3 * torch.randn(1000, generator=random)
-    local = [common + 1e-6 * torch.randn(1000, generator=random) for _ in range(ranks)]
-    emulated.step(local)
-    found, exact = emulated.step(local), torch.stack(local).double().mean(dim=0)
-    assert (found - exact).norm() / exact.norm() > BF16_ROUNDING
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_max_abs_is_the_largest_absolute_value(dtype: torch.dtype) -> None:
-    random = torch.Generator().manual_seed(0)
-    many = torch.randn(300_001, generator=random).to(dtype)  # more than the operation processes at once
-    small = torch.tensor([-0.0, 6e-8, -6e-8]).to(dtype)
-    infinite = torch.tensor([1.0, -torch.inf, -2.0], dtype=dtype)
-    for values in (many, -many.abs(), small, infinite, torch.zeros(3, dtype=dtype)):
-        assert max_abs(values).equal(values.float().abs().max().view(1))
+    for values in ([-0.0, 6e-8, -6e-8], [1.0, -3.0], [1.0, -torch.inf], [0.0], [-2.0, -1.0]):
+        tensor = torch.tensor(values, dtype=dtype)
+        assert max_abs(tensor).equal(tensor.float().abs().max().view(1))
     assert max_abs(torch.tensor([1.0, torch.inf, torch.nan, -2.0], dtype=dtype)).isnan().all()

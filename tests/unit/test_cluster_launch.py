@@ -6,26 +6,12 @@ import pytest
 
 from horovod_volo.cluster.launch_env import ALONE, LaunchEnv, read_launch_env
 
-HOROVODRUN = {
-    "HOROVOD_RANK": "5",
-    "HOROVOD_SIZE": "8",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_LOCAL_SIZE": "4",
-    "HOROVOD_CONTROLLER": "gloo",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
+SUFFIXES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+HOROVODRUN = dict(zip((f"HOROVOD_{suffix}" for suffix in SUFFIXES), "5814", strict=True))
+OPEN_MPI = dict(zip((f"OMPI_COMM_WORLD_{suffix}" for suffix in SUFFIXES), "3412", strict=True))
 PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-SRUN = {
-    "SLURM_PROCID": "6",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-}
+SRUN = {"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "0"}
+SRUN |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
 
 
 @pytest.mark.parametrize(
@@ -36,6 +22,9 @@ SRUN = {
         (PMI, LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, LaunchEnv("mpirun (PMI)", 1, 2, 0, 1)),
         (SRUN, LaunchEnv("srun", 6, 7, 0, 2)),
+        (SRUN | OPEN_MPI, LaunchEnv("mpirun", 3, 4, 1, 2)),  # the inner launcher
+        (SRUN | OPEN_MPI | HOROVODRUN, LaunchEnv("horovodrun", 5, 8, 1, 4)),
+        (SRUN | PMI, LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,3"}, LaunchEnv("srun", 6, 7, 0, 4)),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "7"}, LaunchEnv("srun", 6, 7, 0, 7)),
         ({}, ALONE),
@@ -46,12 +35,6 @@ SRUN = {
 )
 def test_rank_and_size_are_the_launchers(environment: dict[str, str], expected: LaunchEnv) -> None:
     assert read_launch_env(environment) == expected
-
-
-def test_inside_a_slurm_job_step_the_inner_launcher_is_used() -> None:
-    assert read_launch_env(SRUN | OPEN_MPI).launcher == "mpirun"
-    assert read_launch_env(SRUN | OPEN_MPI | HOROVODRUN).launcher == "horovodrun"
-    assert read_launch_env(SRUN | PMI) == LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)
 
 
 def test_the_default_is_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

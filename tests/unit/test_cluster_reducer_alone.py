@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.buckets import build_buckets
+from horovod_volo.cluster.buckets import build_gradient_buckets
 from horovod_volo.cluster.collectives import Collectives, Wait
 from horovod_volo.cluster.compression import scale_into
 from horovod_volo.cluster.reducer import Reducer
@@ -94,6 +93,8 @@ def test_gradients_are_bit_identical_to_autograds(
         for name in expected:
             assert torch.equal(found[name], expected[name]), name
         assert all(parameter.any() for parameter in expected.values())
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(reduced.get_buffer(name), buffer), name
 
 
 @BUCKETS
@@ -122,7 +123,8 @@ def test_buckets_grow_from_a_small_last_one(last_bytes: int) -> None:
     sizes = [40, 25, 30, 60, 35, 10, 50, 20, 45, 15, 55, 70, 5]  # elements of 4 bytes
     names = [f"layer{number}" for number in range(len(sizes))]
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in zip(names, sizes, strict=True)}
-    buckets = build_buckets(parameters, bucket_bytes=600, shards=1, last_bytes=last_bytes)
+    settings = Exchange(bucket_mib=600 / 2**20, last_bucket_mib=last_bytes / 2**20)
+    buckets = build_gradient_buckets(parameters, settings)
     assert [name for bucket in buckets for name in bucket.parameters] == names[::-1]
     bound = min(last_bytes, 600)
     for number, bucket in enumerate(reversed(buckets)):
@@ -202,49 +204,6 @@ def test_one_backward_pass_too_many_is_an_error(micro_batches: int) -> None:
     with pytest.raises(RuntimeError, match="more backward passes than the reducer was built for"):
         loss(model, micro_batches).backward()  # type: ignore[no-untyped-call]
     del reducer  # not before: without it nothing counts
-
-
-def test_statistics_are_those_of_a_network_without_a_reducer() -> None:
-    plain, reduced = SmallNetwork(), SmallNetwork()
-    reducer = reducer_of(reduced)
-    for step in range(3):
-        for model in (plain, reduced):
-            loss(model, step).backward()  # type: ignore[no-untyped-call]
-        with reducer.synchronized_gradients():
-            pass
-        for name, buffer in plain.named_buffers():
-            assert torch.equal(reduced.get_buffer(name), buffer), name
-    assert reduced.norm.running_mean is not None
-    assert reduced.norm.running_mean.abs().min() > 0  # the forward pass has updated them
-
-
-OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
-    lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-    lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-]
-
-
-@pytest.mark.parametrize("build", OPTIMIZERS, ids=["adamw", "sgd"])
-def test_an_optimizer_steps_equal_those_without_a_reducer(
-    build: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-) -> None:
-    plain, reduced = SmallNetwork(), SmallNetwork()
-    plain.unused.grad = torch.zeros(3)  # the reducer gives every parameter a gradient
-    optimizers = [build([p for p in m.parameters() if p.requires_grad]) for m in (plain, reduced)]
-    reducer = reducer_of(reduced)
-    for step in range(4):
-        loss(plain, step).backward()  # type: ignore[no-untyped-call]
-        optimizers[0].step()
-        optimizers[0].zero_grad(set_to_none=False)
-        loss(reduced, step).backward()  # type: ignore[no-untyped-call]
-        with reducer.synchronized_gradients():
-            optimizers[1].step()
-    for one, other in zip(plain.parameters(), reduced.parameters(), strict=True):
-        assert torch.equal(one, other)
-        states = [optimizer.state[p] for optimizer, p in zip(optimizers, (one, other), strict=True)]
-        assert states[0].keys() == states[1].keys()
-        for key, value in states[0].items():
-            assert torch.equal(value, states[1][key])
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

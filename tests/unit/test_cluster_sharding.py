@@ -1,8 +1,7 @@
-"""With one rank a sharded optimizer equals an unsharded one; all ranks' shards together are the network."""
+"""The shards of all ranks together are the network. Tests with real ranks are in tests/ranks."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -23,22 +22,6 @@ def network() -> nn.Sequential:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
-def trained(kind: type[Reducer], steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    model = network()
-    settings = Exchange(compression="none", bucket_mib=1e-3)
-    reducer = kind(model, World.single(), settings, micro_batches=1)
-    assert len(reducer.buckets) > 1
-    optimizer = optimizer_of(model, reducer)
-    random = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        model(torch.randn(4, 3, 3, 3, generator=random)).square().mean().backward()
-        with reducer.synchronized_gradients():
-            optimizer.step()
-    return model, reducer.gather_optimizer_state(
-        state_tensors(optimizer, reducer.local_parameters), OPTIMIZERS.find("adamw").state_keys
-    )
-
-
 def optimizer_of(model: nn.Module, reducer: Reducer) -> Any:
     parameters = dict(model.named_parameters())
     groups = parameter_groups(
@@ -47,17 +30,6 @@ def optimizer_of(model: nn.Module, reducer: Reducer) -> Any:
     optimizer = build_optimizer("adamw", groups, momentum=0.0)
     set_lr(optimizer, 0.01)
     return optimizer
-
-
-def test_one_rank_makes_the_same_steps() -> None:
-    (plain, state), (sharded, gathered) = trained(Reducer, 5), trained(ShardedReducer, 5)
-    assert not torch.equal(plain[0].weight, network()[0].weight)
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(parameter, sharded.get_parameter(name)), name
-    assert state.keys() == gathered.keys()
-    for name, tensor in state.items():
-        assert torch.equal(tensor, gathered[name]), name
-        assert tensor.stride() == gathered[name].stride()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
@@ -108,16 +80,3 @@ def test_the_messages_of_the_state_are_as_many_as_the_buckets() -> None:
     assert len(messages) == len(reducer.buckets) == 3
     padded = sum(len(bucket.weights) for bucket in reducer.buckets)
     assert sum(messages) == 2 * padded + len(reducer.local_parameters)
-
-
-def test_a_copy_of_the_state_restores_it() -> None:
-    model = network()
-    reducer = ShardedReducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
-    optimizer = optimizer_of(model, reducer)
-    state, keys = state_tensors(optimizer, reducer.local_parameters), OPTIMIZERS.find("adamw").state_keys
-    _, saved = trained(Reducer, 3)
-    saved = copy.deepcopy(saved)
-    reducer.scatter_optimizer_state(state, keys, saved)
-    for name, tensor in reducer.gather_optimizer_state(state, keys).items():
-        assert torch.equal(tensor, saved[name]), name
-    assert float(state["0.weight/step"]) == 3.0

@@ -9,34 +9,20 @@ import pytest
 import torch
 
 from horovod_volo.cluster.collectives import Collectives
-from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.core.errors import UserError
 
 
 @pytest.fixture
-def world() -> World:
-    return World.single()
-
-
-def test_rank_and_size(world: World) -> None:
-    assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
-    assert (world.launcher, world.controller) == ("none", "none")
-    assert world.is_rank_zero
-    assert world.hosts() == [socket.gethostname()]
-
-
-def test_connecting_without_a_launcher_gives_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
-        monkeypatch.delenv(f"{variable}_SIZE", raising=False)
-    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
-    assert read_launch_env().size == 1
-    world = World.connect()
-    assert isinstance(world.collectives, Collectives)
-    assert world.size == 1
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    for variable in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(variable, raising=False)
+    return World.connect()
 
 
 def test_values_and_tensors_are_returned_unchanged(world: World) -> None:
+    assert (world.rank, world.size, world.launcher, world.is_rank_zero) == (0, 1, "none", True)
+    assert world.hosts() == [socket.gethostname()]
     value = {"any": ["thing", None]}
     assert world.allgather_object(value) == [value]
     assert world.broadcast_object(value) is value
@@ -48,6 +34,9 @@ def test_values_and_tensors_are_returned_unchanged(world: World) -> None:
         world.broadcast_([tensor, torch.tensor(True), torch.zeros(0)])
         assert torch.equal(tensor, before)
         assert torch.equal(tensor.signbit(), before.signbit())
+    world.assert_identical([torch.randn(5, 3).t(), torch.tensor(4), torch.tensor(float("nan"))], "Weights")
+    world.collectives.allreduce_async(tensor := torch.tensor([3.0, -1.0]), "some", 0.5)()
+    assert tensor.tolist() == [1.5, -0.5]
 
 
 class RecordedBroadcasts(Collectives):
@@ -72,12 +61,6 @@ def test_all_broadcasts_are_started_before_the_first_wait() -> None:
     ]
 
 
-def test_a_scaled_sum_is_scaled(world: World) -> None:
-    tensor = torch.tensor([3.0, -1.0])
-    world.collectives.allreduce_async(tensor, "some", 0.5)()
-    assert tensor.tolist() == [1.5, -0.5]
-
-
 def fail() -> None:
     raise UserError("the disk is missing. Insert it.")
 
@@ -91,7 +74,3 @@ def test_an_action_returns_its_result_or_raises_its_error(
         do(world, fail)  # the entry point prints it once for all ranks
     with pytest.raises(ZeroDivisionError):
         do(world, lambda: 1 // 0)
-
-
-def test_the_tensors_of_one_rank_are_identical(world: World) -> None:
-    world.assert_identical([torch.randn(5, 3).t(), torch.tensor(4), torch.tensor(float("nan"))], "Weights")

@@ -18,8 +18,7 @@ from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.sampler import balanced_order, draws_of_classes, rank_indices
-from horovod_volo.elastic.ledger import CLASSES, LEDGER, Ledger, LedgerStart, write_classes
-from horovod_volo.elastic.ledger_check import check_ledger
+from horovod_volo.elastic.ledger import CLASSES, LEDGER, Ledger, LedgerStart, check_ledger, write_classes
 
 COUNTS = np.array([900, 90, 9, 0, 1])
 TARGETS = np.random.default_rng(0).permutation(np.repeat(np.arange(5), COUNTS)).astype(np.int32)

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.task_settings import Detection
-from horovod_volo.core.batch import BoxBatch
 from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes
-from horovod_volo.dense.box_loader import BoxTrainLoader, ColorChange, Window, draw_box_plan
+from horovod_volo.dense.box_loader import BoxBatch, BoxTrainLoader, ColorChange, Window, draw_box_plan
 
 PLAIN = Detection(
     hue=0.0, saturation_range=(1.0, 1.0), contrast_range=(1.0, 1.0), brightness_range=(1.0, 1.0)

@@ -11,8 +11,7 @@ import torch
 from coded_images import PLAIN, smooth, unnormalised, write_images
 from image_loaders import evaluated_images, train_loader
 
-from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config, Model, Run
 from horovod_volo.core.errors import UserError

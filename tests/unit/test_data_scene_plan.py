@@ -16,11 +16,11 @@ from PIL import Image
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.task_settings import Segmentation
-from horovod_volo.core.batch import IGNORED, SceneBatch
+from horovod_volo.core.batch import IGNORED
 from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.dense.scene_list import SceneList, find_layout, list_scenes
-from horovod_volo.dense.scene_loader import Distortion, ScenePlan, SceneTrainLoader, draw_plan
+from horovod_volo.dense.scene_loader import Distortion, SceneBatch, ScenePlan, SceneTrainLoader, draw_plan
 
 SETTINGS = Segmentation(scene_size=(256.0, 64.0), photometric=False)
 CROP = 64

@@ -18,7 +18,6 @@ from PIL import Image
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.task_settings import Segmentation
-from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION
 from horovod_volo.data.images.catalog import build_catalog
@@ -31,7 +30,7 @@ from horovod_volo.data.packing.packed_split import TarWriter
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.mean_iou import SceneEvalLoader
 from horovod_volo.dense.scene_list import SceneList
-from horovod_volo.dense.scene_loader import SceneTrainLoader
+from horovod_volo.dense.scene_loader import SceneBatch, SceneTrainLoader
 from horovod_volo.dense.scene_shards import SceneShards, open_scenes
 from horovod_volo.pack import main
 

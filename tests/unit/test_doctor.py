@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from horovod_volo.build_horovod import BUILD_SCRIPT
-from horovod_volo.cluster.collectives import read_build
+from horovod_volo.cluster.collectives import load_horovod
 from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.cluster.world import World
@@ -210,7 +210,7 @@ def test_a_missing_horovod_is_reported_as_missing(monkeypatch: pytest.MonkeyPatc
     for name in ("path", "meta_path", "path_hooks"):
         monkeypatch.setattr(sys, name, [])
     with pytest.raises(UserError, match=r"not installed in this Python.*horovod-volo build_horovod"):
-        read_build()
+        load_horovod()
 
 
 # This rank: host and network

@@ -14,7 +14,7 @@ from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.recipe import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.elastic.ledger_check import check_ledger
+from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.engine import loop
 from horovod_volo.engine.callbacks import Callbacks, standard_callbacks
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS, update_link

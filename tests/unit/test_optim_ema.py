@@ -11,7 +11,8 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 # isort: split
 from timm.utils import ModelEmaV2
 
-from horovod_volo.cluster.buckets import Bucket, build_buckets
+from horovod_volo.cluster.buckets import Bucket, build_gradient_buckets
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.optim.ema import Ema
 
 
@@ -21,7 +22,8 @@ def network() -> nn.Sequential:
 
 
 def buckets_of(model: nn.Module) -> list[Bucket]:
-    return build_buckets(dict(model.named_parameters()), bucket_bytes=40, shards=1, last_bytes=40)
+    settings = Exchange(bucket_mib=40 / 2**20, last_bucket_mib=40 / 2**20)
+    return build_gradient_buckets(dict(model.named_parameters()), settings)
 
 
 def train_a_little(model: nn.Module, step: int) -> None:

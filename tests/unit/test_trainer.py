@@ -19,12 +19,16 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import horovod_volo
-from horovod_volo import Callback, Config, TrainContext, Trainer, UserError
+from horovod_volo.config.schema import Config
+from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.demo.scene_set import make_scene_set
+from horovod_volo.engine.callbacks import Callback
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.registry import MODELS
 from horovod_volo.objective.loss import LOSSES
 from horovod_volo.train import main
+from horovod_volo.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {"recipe": "demo", "token_label": False, "img_size": 32, "batch_size": 8}
 SETTINGS |= {"epochs": 2, "warmup_epochs": 0, "log_every": 5, "eval_every": 1}

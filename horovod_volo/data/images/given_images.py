@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.core import liveness
 from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.images import catalog_file
 from horovod_volo.data.images.catalog import ImageList
 from horovod_volo.data.images.catalog_file import Label
 from horovod_volo.data.images.split_folder import Part, shortened
@@ -230,7 +230,7 @@ def read_labels(samples: SampleSequence, source: str, progress: Callable[[int, i
             raise _failed(f"sample {number} of the {source}", error) from error
         labels.append(_label(target, number, source))
         progress(number + 1, count)
-        liveness.note_progress()
+        catalog_file.note_progress()
     return labels
 
 
