@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 import pytest
 
 from horovod_volo.bench.__main__ import parse
-from horovod_volo.bench.cli import Flag, add_flags
-from horovod_volo.bench.results import read_records
+from horovod_volo.bench.results import Flag, add_flags, read_records
 
 
 def example(

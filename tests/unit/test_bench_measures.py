@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import comparison, labels, loader, loss, peers, reduce, step
+from horovod_volo.bench import comparison, loader, loss, peers, reduce, step
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.bench.loss import PublishedLoss
 from horovod_volo.bench.synthetic import random_labels
@@ -129,9 +129,9 @@ def test_loader_reports_both_rates() -> None:
 
 
 def test_labels_reports_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {figure.label: figure.value for figure in labels.measure(maps=20, pairs=2).figures}
+    figures = {figure.label: figure.value for figure in loader.measure_labels(maps=20, pairs=2).figures}
     assert list(figures) == ["packed store", "torch.load", "faster than torch.load"]
     assert min(figures.values()) > 0
-    monkeypatch.setattr(labels, "_load", lambda path: np.zeros((2, 5, 18, 18), np.float16))
+    monkeypatch.setattr(loader, "_load_map", lambda path: np.zeros((2, 5, 18, 18), np.float16))
     with pytest.raises(WrongResultError, match="is not that of the file"):
-        labels.measure(maps=20, pairs=2)
+        loader.measure_labels(maps=20, pairs=2)
