@@ -137,11 +137,8 @@ def test_what_is_too_old_is_named_with_what_is_needed() -> None:
     remedy = assess_gpus(1, "570.86", 12080, "13.0", []).remedy
     assert "driver 580" in remedy
     assert "12.8" in remedy
-    levels = {version: [one.level for one in compare_release("torch", version)] for version in VERSIONS}
-    assert levels == VERSIONS
-
-
-VERSIONS = {"2.8.0a0+cuda": [], "2.10.1": [], "2.7.1": ["warning"], "2.8rc1": []}
+    for version, levels in (("2.8.0a0+cuda", []), ("2.10.1", []), ("2.7.1", ["warning"]), ("2.8rc1", [])):
+        assert [one.level for one in compare_release("torch", version)] == levels, version
 
 
 @pytest.mark.parametrize(
