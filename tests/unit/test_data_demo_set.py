@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.demo.demo_image import GRID, draw_demo_image
+from horovod_volo.demo.demo_image import CLASSES, GRID, SHAPES, draw_demo_image
 from horovod_volo.demo.demo_set import main, make_demo_set, token_label
-from horovod_volo.demo.demo_shapes import CLASSES, SHAPES
 
 Array = NDArray[Any]
 
