@@ -28,7 +28,6 @@ _STEP = "--precision bf16 --img-size 224"
 _D1 = f"--model volo_d1 --batch-size 256 --drop-path 0.1 {_STEP}"
 _D5 = f"--model volo_d5 --batch-size 128 {_STEP}"
 _D5_SLOW = f"{_D5} --drop-path 0.1"  # computes nearly all branches
-_D2, _D3, _D4 = _D1.replace("d1", "d2"), _D1.replace("d1", "d3"), _D5_SLOW.replace("d5", "d4")
 # Seconds that each may take, and its command line. The batch sizes fit into the memory of 80 GB.
 PARTS: dict[str, Sequence[tuple[int, str]]] = {
     "ceilings": [(120, "ceilings"), (60, "loss --batch-sizes 128")],
@@ -47,16 +46,7 @@ PARTS: dict[str, Sequence[tuple[int, str]]] = {
         (200, f"step {_D5} --drop-path 0.75 --compile"),
         (240, f"peers {_D5_SLOW} --against compile"),
     ],
-    "profile": [
-        (90, f"profile {_D1}"),
-        (120, f"step {_D1.replace('256', '64')}"),
-    ],
-    **{
-        size: [(100, f"step {flags}"), (180, f"peers {flags} --against eager")]
-        for size, flags in (("d2", _D2), ("d3", _D3), ("d4", _D4))
-    },
-    "d2-d3-compiled": [(240, f"peers {_D2} --against compile"), (240, f"peers {_D3} --against compile")],
-    "d4-compiled": [(240, f"peers {_D4} --against compile")],
+    "profile": [(90, f"profile {_D1}"), (120, f"step {_D1.replace('256', '64')}")],
     "large": [
         (120, f"step {_D5_SLOW.replace('224', '448').replace('128', '64')}"),
         (120, f"step {_D5_SLOW.replace('224', '512').replace('128', '48')}"),

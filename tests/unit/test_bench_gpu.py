@@ -56,12 +56,9 @@ def test_ceilings_of_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_PRODUCTS", ((8, 4, 6),))
     monkeypatch.setattr(gpu, "_ATTENTION", {"D1": (1, 2, 4, 8)})
     figures = gpu.measure_ceilings().figures
-    products = [f"8 x 4 x 6, {name}" for name in ("forward", "gradient of tokens", "gradient of weights")]
-    attention = [f"attention of D1, forward and backward, {backend.name}" for backend in gpu._BACKENDS]
-    labels = [figure.label for figure in figures]
-    assert labels[:4] == ["copy", *products]
-    assert labels[4:]  # this device has one of the backends
-    assert set(labels[4:]) <= set(attention)
+    kinds = [figure.label.partition(",")[0] for figure in figures]
+    assert kinds[:4] == ["copy", *3 * ["8 x 4 x 6"]]
+    assert set(kinds[4:]) == {"attention of D1"}  # this device has one of the backends
     assert all(figure.value > 0 for figure in figures)
 
 
