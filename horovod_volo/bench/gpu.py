@@ -53,6 +53,18 @@ PARTS: dict[str, Sequence[tuple[int, str]]] = {
     ],
 }
 
+_BLOCKS = 7
+_TOKENS = 256 * 14 * 14  # of a batch of VOLO-D1's transformer stages
+_PIXELS = 4 * _TOKENS  # of its outlookers
+# Rows, inputs and outputs of D1's linear layers: attention, MLP, head; an outlooker's logits, values, MLP.
+_PRODUCTS = (
+    *((_TOKENS, *widths) for widths in ((384, 1152), (384, 384), (1152, 384), (384, 1000), (192, 486))),
+    *((_PIXELS, *widths) for widths in ((192, 192), (192, 576), (576, 192))),
+)
+_ATTENTION = {"D1": (256, 12, 196, 32), "D5": (128, 16, 196, 48)}  # batch, heads, tokens, width
+_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+_COPIED = 2**30  # bytes
+
 
 def measure(
     *,
@@ -102,19 +114,6 @@ def _run(folder: Path, limit: int, words: str) -> str:
         except subprocess.CalledProcessError as error:
             return f"failed with status {error.returncode}"
     return "measured"
-
-
-_BLOCKS = 7
-_TOKENS = 256 * 14 * 14  # of a batch of VOLO-D1's transformer stages
-_PIXELS = 4 * _TOKENS  # of its outlookers
-# Rows, inputs and outputs of D1's linear layers: attention, MLP, head; an outlooker's logits, values, MLP.
-_PRODUCTS = (
-    *((_TOKENS, *widths) for widths in ((384, 1152), (384, 384), (1152, 384), (384, 1000), (192, 486))),
-    *((_PIXELS, *widths) for widths in ((192, 192), (192, 576), (576, 192))),
-)
-_ATTENTION = {"D1": (256, 12, 196, 32), "D5": (128, 16, 196, 48)}  # batch, heads, tokens, width
-_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-_COPIED = 2**30  # bytes
 
 
 def measure_ceilings() -> Result:

@@ -38,6 +38,10 @@ GPUS = {
     "h100": GpuRates(600, 300, 2.7, 0.90),
     "h200": GpuRates(790, 300, 4.3, 0.90),
 }
+# What CUDA's autocast casts, of the functions that these networks call.
+_TO_BF16 = {F.linear, F.conv2d, F.scaled_dot_product_attention, torch.einsum}
+_TO_BF16 |= {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+_TO_FP32 = {F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, F.cross_entropy}
 
 
 def usual(best: GpuRates) -> GpuRates:
@@ -138,12 +142,6 @@ def _kinds(operators: Sequence[Operator], gpu: GpuRates) -> list[Figure]:
         kernels = sum(operator.kernels for operator in own)
         figures += [Figure(f"{kind}: usually", 1e3 * seconds, "ms"), Figure(f"{kind}: kernels", kernels, "")]
     return figures
-
-
-# What CUDA's autocast casts, of the functions that these networks call.
-_TO_BF16 = {F.linear, F.conv2d, F.scaled_dot_product_attention, torch.einsum}
-_TO_BF16 |= {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
-_TO_FP32 = {F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, F.cross_entropy}
 
 
 class CudaAutocast(TorchFunctionMode):

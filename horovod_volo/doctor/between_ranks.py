@@ -57,6 +57,8 @@ _SMALL_REPEATS, _LARGE_REPEATS = 30, 4
 _MIN_FRACTION_OF_LINE = 0.05
 _MIN_BYTES_PER_SECOND = 50e6  # if the speed of the interface is unknown: less than half a gigabit
 _MAX_SECONDS, _MAX_CYCLES = 0.02, 10  # of the latency, which has a part in Horovod's cycles
+_COLLECTING_SECONDS = 120.0
+_incomplete = partial(failure, remedy="See what the other ranks and the launcher print.", subject="ranks")
 
 
 def list_checks(world: World, folder: Path) -> dict[str, Check]:
@@ -212,9 +214,6 @@ def assess_allreduce(
         yield ok(measured)
 
 
-_SECONDS = 120.0
-
-
 @dataclass
 class CollectedFindings:
     """The findings of all ranks so far; the collecting thread adds to it."""
@@ -239,10 +238,10 @@ def collect_findings(own: list[Finding], binding: Binding, folder: Path) -> Coll
         signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         thread.start()
-        thread.join(_SECONDS)
+        thread.join(_COLLECTING_SECONDS)
         if thread.is_alive():
             what = "finish the checks" if collected.world else "connect"
-            collected.problem = _incomplete(f"did not {what} within {_SECONDS:.0f} s")
+            collected.problem = _incomplete(f"did not {what} within {_COLLECTING_SECONDS:.0f} s")
     except _TerminatedError:
         text = "the launcher ended this rank while it waited for the others: one of them has failed"
         collected.problem, collected.another_failed = _incomplete(text), True
@@ -276,6 +275,3 @@ def _collect(collected: CollectedFindings, own: list[Finding], binding: Binding,
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     raise _TerminatedError
-
-
-_incomplete = partial(failure, remedy="See what the other ranks and the launcher print.", subject="ranks")

@@ -40,6 +40,18 @@ _LEFT_IN_SHARED_MEMORY = {
     "nccl-*": "NCCL",
 }
 
+_SIOCGIFADDR = 0x8915
+_IFF_UP = 0x1
+_SECRET_NAME = re.compile(
+    r"(TOKENS?|SECRETS?|PASSW(OR)?DS?|PASSPHRASE|CREDENTIALS?|(API|ACCESS|PRIVATE|(?<![a-z]))KEYS?)(_|$)",
+    re.I,
+)
+_NAME_OF_PLACE = re.compile(r"_(FILE|PATH|DIR|SOCK|URL)$", re.I)
+# horovodrun sets this one with all others in the command line of each rank, quoted for one shell or two.
+_OF_RANK = b" HOROVOD_RANK="
+_SET_VARIABLE = re.compile(rb"""[\s'"]([A-Za-z_]\w*)=['"]*[^'"\s]""")
+_OTHER_LOOPBACK = "127.0.0.2"  # of this host too, but only a server of all interfaces listens there
+
 
 def check_topology() -> Iterator[Finding]:
     """Report the host's CPUs, GPUs and network cards."""
@@ -176,19 +188,6 @@ def check_open_files(ranks: int) -> Iterator[Finding]:
         yield warning(f"at most {soft}; a rank of {ranks} may need {wanted}", f"{remedy}.")
     else:
         yield failure(f"at most {soft}, but a rank of {ranks} needs {needed}", f"{remedy}.")
-
-
-_SIOCGIFADDR = 0x8915
-_IFF_UP = 0x1
-_SECRET_NAME = re.compile(
-    r"(TOKENS?|SECRETS?|PASSW(OR)?DS?|PASSPHRASE|CREDENTIALS?|(API|ACCESS|PRIVATE|(?<![a-z]))KEYS?)(_|$)",
-    re.I,
-)
-_NAME_OF_PLACE = re.compile(r"_(FILE|PATH|DIR|SOCK|URL)$", re.I)
-# horovodrun sets this one with all others in the command line of each rank, quoted for one shell or two.
-_OF_RANK = b" HOROVOD_RANK="
-_SET_VARIABLE = re.compile(rb"""[\s'"]([A-Za-z_]\w*)=['"]*[^'"\s]""")
-_OTHER_LOOPBACK = "127.0.0.2"  # of this host too, but only a server of all interfaces listens there
 
 
 class Interface(NamedTuple):

@@ -19,6 +19,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.doctor.report import Finding, failure, from_error, ok, warning
 
 _VERSION_TIMEOUT_SECONDS = 20
+_DRIVERS = {12: 525, 13: 580}  # the oldest that run a version of CUDA
 
 
 def check_torch() -> Iterator[Finding]:
@@ -137,9 +138,6 @@ def compare_release(package: str, installed: str) -> Iterator[Finding]:
 
 def _numbers(version: str) -> list[int]:
     return list(map(int, version.split(".")))
-
-
-_DRIVERS = {12: 525, 13: 580}  # the oldest that run a version of CUDA
 
 
 def check_gpus() -> Iterator[Finding]:

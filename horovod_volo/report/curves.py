@@ -17,6 +17,8 @@ from horovod_volo.report.run_folder import RunFolder
 
 _SMOOTHED_FROM, _MARKED_TO = 60, 40  # points
 _LOG_RATIO, _LOG_RATIO_OF_PEAKS = 50, 5
+_LEAST_WAIT = 1e-4  # as a fraction of the time; a smaller one is rounded too coarsely in metrics.jsonl
+_LEAST_REST = 0.0005  # of the time
 
 
 def grouped(parts: Sequence[Markup]) -> Markup:
@@ -99,10 +101,6 @@ def _sentence(curves: Sequence[Curve], what: Quantity, title: str) -> Markup:
         parts = [what.written(curves[0].points[0][1])]
     throughout = " throughout" if len(curves[0].points) > 1 else ""
     return element("p", f"{title}: {', '.join(parts)}{throughout}.", class_="constant")
-
-
-_LEAST_WAIT = 1e-4  # as a fraction of the time; a smaller one is rounded too coarsely in metrics.jsonl
-_LEAST_REST = 0.0005  # of the time
 
 
 class SpeedPoint(NamedTuple):

@@ -26,6 +26,12 @@ from horovod_volo.report.tables import environment, recipe, summary
 
 _PLACES = ("step", "epoch", "images_seen", "images", "hours")
 _MAIN_METRICS = ("top1", "top5", "loss", "miou", "pixel_accuracy", "class_accuracy", "ap", "ap50", "ap75")
+_THUMBNAIL_SIDE = 112  # pixels
+_OPEN, _OPEN_OF_SEVERAL = 8, 3  # classes that are shown without a click
+_INTRODUCTION = (
+    "The classes with the lowest accuracy, and images of them that were wrong with the highest probability. "
+    "Under each image is what it was taken for."
+)
 
 
 def build_page(runs: Sequence[RunFolder], data_dir: str = "") -> str:
@@ -109,24 +115,15 @@ def _further_keys(records: Iterable[Record], known: Sequence[str]) -> list[str]:
     return [key for key in keys if key not in known and not key.startswith(AVERAGED)]
 
 
-_SIDE = 112  # pixels
-_OPEN, _OPEN_OF_SEVERAL = 8, 3  # classes that are shown without a click
-
-_INTRODUCTION = (
-    "The classes with the lowest accuracy, and images of them that were wrong with the highest probability. "
-    "Under each image is what it was taken for."
-)
-
-
 def worst_classes(runs: Sequence[RunFolder], data_dir: str) -> Markup:
     """Return the worst classes of each run; nothing, if no run has recorded them."""
-    parts = [_of_run(run, data_dir, several=len(runs) > 1) for run in runs if run.confusions]
+    parts = [_worst_of_run(run, data_dir, several=len(runs) > 1) for run in runs if run.confusions]
     return joined([element("p", _INTRODUCTION), *parts]) if parts else Markup()
 
 
-def _of_run(run: RunFolder, data_dir: str, *, several: bool) -> Markup:
+def _worst_of_run(run: RunFolder, data_dir: str, *, several: bool) -> Markup:
     head = element("h3", run.name) if several else ""
-    about, rows = _about(run), run.confusions["worst"]
+    about, rows = _about_confusions(run), run.confusions["worst"]
     if not rows:
         return joined([head, element("p", f"{about} Every image was right.")])
     images, problem = _open_images(run, data_dir)
@@ -141,7 +138,7 @@ def _of_run(run: RunFolder, data_dir: str, *, several: bool) -> Markup:
     return joined([head, element("p", about), note, shown, rest])
 
 
-def _about(run: RunFolder) -> str:
+def _about_confusions(run: RunFolder) -> str:
     found = run.confusions
     record = next((each for each in run.evaluations if each["step"] == found["step"]), {})
     is_averaged = record.get("top1") != found["top1"] and record.get(f"{AVERAGED}top1") == found["top1"]
@@ -187,7 +184,7 @@ def _picture(wrong: dict[str, Any], images: Catalog | None) -> Markup:
     try:
         if images is None or index >= len(images) or images.name(index) != wrong["name"]:
             return place
-        small = thumbnail(images, index, (_SIDE, _SIDE))
+        small = thumbnail(images, index, (_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
     except BadSampleError:
         return place
     # The class that it was taken for is beside it.
