@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.stop_signals import run_until_signal
-from horovod_volo.config.arguments import Parser, add_flags, flags_of
+from horovod_volo.config.arguments import Parser, add_flags, flags_of, whole_number
 from horovod_volo.config.schema import setting_of_training
-from horovod_volo.config.setting import Setting
 from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
 from horovod_volo.monitor.progress import ThroughputLine
 
@@ -34,8 +33,9 @@ if TYPE_CHECKING:
     from horovod_volo.token_labels.geometry import MapGeometry
 
 DONE, FAILED, MISTAKE = 0, 1, 2
-IMAGES = "folder of the training images"
+IMAGES = setting_of_training("data_dir", help="folder of the training images")
 MAP_GEOMETRY = "part of its image that a map covers: whole, or centre-crop:RESIZE:SIZE; empty: "
+TEACHER = "a timm model, a model of this package, or a run folder"
 
 # Each command imports its modules itself, so that --help answers at once.
 
@@ -61,18 +61,16 @@ def main(arguments: Sequence[str]) -> int:
 def _import(args: argparse.Namespace) -> int:
     from horovod_volo.labelling.import_maps import import_labels
 
-    geometry = _geometry(args.map_geometry)
-    catalog = _catalog(args.data) if args.data else None
     maps, problems = import_labels(
         args.published,
         args.store,
-        catalog,
+        _catalog(args.data),
         classes=args.classes,
         workers=args.workers or len(os.sched_getaffinity(0)),
         fail_on_bad_samples=args.bad_samples == "fail",
         progress=ThroughputLine("maps"),
         warn=lambda message: print_error(f"warning: {message}"),
-        geometry=geometry,
+        geometry=_geometry(args.map_geometry),
     )
     list_problems(problems)
     if problems and args.bad_samples == "fail":
@@ -101,47 +99,44 @@ def _generate(args: argparse.Namespace, world: World) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from horovod_volo.labelling.check import check_store, report_rows
+    from horovod_volo.data.image_decoder import decoder_messages
+    from horovod_volo.labelling.verify import check_store, compare_geometries
+    from horovod_volo.plugins import load_plugins
     from horovod_volo.token_labels.store import is_store
 
     if args.teacher and not args.data:
         raise UserError("--teacher needs images to label: give --data DATA_DIR as well.")
-    catalog = _catalog(args.data) if args.data else None
-    damage: list[str] = []
+    catalog = _catalog(args.data)
     if is_store(args.store) or not args.teacher:  # a folder of published maps has nothing else to verify
         report = check_store(args.store, catalog, ThroughputLine("maps"))
-        print(_columns(report_rows(report, compared=catalog is not None)))
+        _print_rows(report.rows(compared=catalog is not None))
         list_problems(report.damage)
-        damage = report.damage
-    agrees = not damage and (catalog is None or not args.teacher or _agrees(args, catalog))
-    return DONE if agrees else FAILED
-
-
-def _agrees(args: argparse.Namespace, catalog: Catalog) -> bool:
-    """Print how the maps agree with a teacher in both geometries; return False if they disagree."""
-    from horovod_volo.data.image_decoder import decoder_messages
-    from horovod_volo.labelling.map_geometry import compare_geometries
-    from horovod_volo.plugins import load_plugins
-
+        if report.damage:
+            return FAILED
+    if catalog is None or not args.teacher:
+        return DONE
     load_plugins(args.plugin)
     geometry, line = _geometry(args.map_geometry), ThroughputLine("images")
     result = compare_geometries(args.store, geometry, catalog, _teacher(args), args.images, line)
-    recorded, other = result.means
-    origin = "assumed" if result.assumed else "stated" if args.map_geometry else "recorded"
-    better = "undecided: increase --images" if result.better is None else f"{result.better}"
-    lines = [
-        ("compared with", result.teacher + (", which made the maps" if result.made_maps else "")),
-        ("total variation", f"{result.distance:.3f} on average of {len(result.distances)} images"),
-        ("images compared", f"{len(result.correlations)}"),
-        (f"{result.recorded}", f"correlation {recorded:.3f}, as {origin}"),
-        (f"{result.other}", f"correlation {other:.3f}"),
-        ("fits better", better),
-        *(("decoder", message) for message in decoder_messages()),
-    ]
-    print(_columns(lines))
+    _print_rows([*result.rows(), *(("decoder", message) for message in decoder_messages())])
     if result.problem:
         print_error(f"error: {result.problem}")
-    return not result.problem
+        return FAILED
+    return DONE
+
+
+def _show(args: argparse.Namespace) -> int:
+    from horovod_volo.data.images.catalog import build_catalog
+    from horovod_volo.labelling.figure import draw_sample
+
+    draw_sample(args.store, build_catalog(args.data_dir, "train", None), args.image, args.picture)
+    return DONE
+
+
+def _catalog(data_dir: str) -> Catalog | None:
+    from horovod_volo.data.images.catalog import build_catalog
+
+    return build_catalog(data_dir, "train", None) if data_dir else None
 
 
 def _teacher(args: argparse.Namespace) -> TeacherChoice:
@@ -158,21 +153,9 @@ def _geometry(text: str) -> MapGeometry | None:
     return MapGeometry.parse(text) if text else None
 
 
-def _columns(lines: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(escape_controls(f"{name:<23}{value}") for name, value in lines)
-
-
-def _show(args: argparse.Namespace) -> int:
-    from horovod_volo.labelling.figure import draw_sample
-
-    draw_sample(args.store, _catalog(args.data_dir), args.image, args.picture)
-    return DONE
-
-
-def _catalog(data_dir: str) -> Catalog:
-    from horovod_volo.data.images.catalog import build_catalog
-
-    return build_catalog(data_dir, "train", None)
+def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    for name, value in rows:
+        print(escape_controls(f"{name:<23}{value}"))
 
 
 def build_parser() -> Parser:
@@ -191,15 +174,10 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     add("published", type=Path, metavar="PT_FOLDER", help="folder with CLASS/IMAGE.pt")
     add("store", type=Path, metavar="STORE", help="folder to create")
     add("--data", default="", metavar="DATA_DIR", help="pack only the maps of its images (default: all)")
+    classes = "number of classes; 0: as many as class folders (default: %(default)s)"
+    add("--classes", type=whole_number(0), default=0, metavar="N", help=classes)
     add_flags(
         parser,
-        Setting(
-            name="classes",
-            kind=int,
-            default=0,
-            at_least=0,
-            help="number of classes; 0: as many as class folders",
-        ),
         setting_of_training("workers", help="processes; 0: one per core"),
         setting_of_training(
             "bad_samples",
@@ -214,59 +192,38 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, setting_of_training("data_dir", help=IMAGES))
-    parser.add_argument("store", type=Path, metavar="STORE", help="folder to create, shared by all hosts")
-    _add_teacher(parser, required=True)
-    add_flags(
-        parser,
-        Setting(name="top", kind=int, default=5, at_least=1, help="classes per cell"),
-        setting_of_training("binding"),
-    )
+    add_flags(parser, IMAGES)
+    add = parser.add_argument
+    add("store", type=Path, metavar="STORE", help="folder to create, shared by all hosts")
+    _add_teacher(parser, f"{TEACHER}; required", required=True)
+    add("--top", type=whole_number(1), default=5, metavar="N", help="classes per cell (default: %(default)s)")
+    add_flags(parser, setting_of_training("binding"))
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "store", type=Path, metavar="STORE", help="store; with --teacher also a folder with CLASS/IMAGE.pt"
-    )
-    parser.add_argument(
-        "--data",
-        default="",
-        metavar="DATA_DIR",
-        help="compare with its training images (default: verify the store alone)",
-    )
-    _add_teacher(parser, required=False)
-    add_flags(
-        parser,
-        Setting(
-            name="images",
-            kind=int,
-            default=64,
-            at_least=2,  # one has no spread
-            help="images for --teacher to label, spread over DATA_DIR",
-        ),
-        setting_of_training("map_geometry", help=f"with --teacher: {MAP_GEOMETRY}as recorded"),
-    )
+    add = parser.add_argument
+    add("store", type=Path, metavar="STORE", help="store; with --teacher also a folder with CLASS/IMAGE.pt")
+    data = "compare with its training images (default: verify the store alone)"
+    add("--data", default="", metavar="DATA_DIR", help=data)
+    _add_teacher(parser, f"compare with it the maps, and which part of its image each covers: {TEACHER}")
+    images = "images for --teacher to label, spread over DATA_DIR (default: %(default)s)"
+    add("--images", type=whole_number(2, because=": one has no spread"), default=64, metavar="N", help=images)
+    add_flags(parser, setting_of_training("map_geometry", help=f"with --teacher: {MAP_GEOMETRY}as recorded"))
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", metavar="STORE", help="store, or folder with CLASS/IMAGE.pt")
-    add_flags(parser, setting_of_training("data_dir", help=IMAGES))
+    add_flags(parser, IMAGES)
     parser.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or the image's index")
     parser.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
 
 
-def _add_teacher(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    teacher = "a timm model, a model of this package, or a run folder"
-    help = (
-        f"{teacher}; required"
-        if required
-        else f"compare with it the maps, and which part of its image each covers: {teacher}"
-    )
-    parser.add_argument("--teacher", required=required, default="", metavar="NAME", help=help)
-    parser.add_argument("--teacher-weights", default="", metavar="FILE", help="file of the teacher's weights")
-    parser.add_argument(
-        "--teacher-pretrained", action="store_true", help="load timm's weights, from its cache or the network"
-    )
+def _add_teacher(parser: argparse.ArgumentParser, help: str, *, required: bool = False) -> None:
+    add = parser.add_argument
+    add("--teacher", required=required, default="", metavar="NAME", help=help)
+    add("--teacher-weights", default="", metavar="FILE", help="file of the teacher's weights")
+    pretrained = "load timm's weights, from its cache or the network"
+    add("--teacher-pretrained", action="store_true", help=pretrained)
     add_flags(
         parser,
         setting_of_training("plugin"),

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from horovod_volo.bench.cli import add_flags
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flag
@@ -48,7 +47,12 @@ REPORTS = {
     "table": "print the recorded results as the table of docs/results.md",
 }
 # Module and function of those that are not `measure` in a module of their own.
-_ELSEWHERE = {"profile": ("step", "measure_operators"), "table": ("results", "table")}
+_ELSEWHERE = {
+    "labels": ("loader", "measure_labels"),
+    "ceilings": ("gpu", "measure_ceilings"),
+    "profile": ("step", "measure_operators"),
+    "table": ("results", "table"),
+}
 # Whose --model may be a plugin's.
 _TAKES_PLUGINS = {"step", "profile", "roofline", "reduce"}
 
@@ -66,6 +70,8 @@ class BenchRequest(NamedTuple):
 
 def parse(arguments: list[str]) -> BenchRequest:
     """Read the command line. Only the named benchmark is imported: others may need what is not installed."""
+    from horovod_volo.bench.results import add_flags
+
     name, *flags = arguments
     descriptions = MEASUREMENTS | REPORTS
     if name not in descriptions:

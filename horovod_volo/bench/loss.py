@@ -16,7 +16,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from horovod_volo.bench.cli import Flag, Pairs
 from horovod_volo.bench.comparison import (
     alternate,
     assert_agree,
@@ -24,7 +23,7 @@ from horovod_volo.bench.comparison import (
     default_device,
     peak_extra_bytes,
 )
-from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.results import Figure, Flag, Pairs, Result
 from horovod_volo.bench.synthetic import TOP, random_labels
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels

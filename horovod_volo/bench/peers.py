@@ -2,25 +2,39 @@
 
 A plain loop around timm's network learns the images' classes: eager, in channels-last memory, or compiled.
 The published training learns token labels from dense targets. Against each, ours learns from the same labels.
+Invariant: no line of our step, network or update takes part in a peer, so that no mistake is on both sides;
+what is shared is sizes, images, labels and MixToken's box.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, ModelName, Pairs
 from horovod_volo.bench.comparison import assert_agree, compare
-from horovod_volo.bench.peers_timm import LoopName, TrainingLoop, training_loop
-from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.loss import PublishedLoss
+from horovod_volo.bench.results import BatchSize, DropPath, Figure, Flag, ImgSize, ModelName, Pairs, Result
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, learner_of
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
+from horovod_volo.config.task_settings import Objective
+from horovod_volo.config.validation import trains_aux_head
+from horovod_volo.core.batch import TrainBatch
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import tokens_per_side
+from horovod_volo.models.timm_api import VOLO, allow_posterize_to_no_bits
+from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.mixing import NO_BOX, Box
+
+# isort: split
+# After timm_api, which makes torchvision importable for timm.
+from timm.data import create_dataset, create_loader
 
 _COMPARED_STEPS = 3
 _TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # relative to the largest loss
@@ -74,3 +88,116 @@ def _sides(form: LoopName, config: Config) -> tuple[SyntheticRun, TrainingLoop]:
     peer = training_loop(form, config, run.batch, run.device, box)
     peer.network.load_state_dict(run.context.state.model.state_dict())
     return run, peer
+
+
+LoopName = Literal["eager", "channels-last", "compile", "published"]
+
+
+class TrainingLoop(NamedTuple):
+    """A network of timm's modules, and a function that takes one step and returns its loss."""
+
+    network: nn.Module
+    step: Callable[[], Tensor]
+
+
+def training_loop(
+    form: LoopName,
+    config: Config,
+    batch: TrainBatch,
+    device: torch.device,
+    box: Box,
+    autocast: AbstractContextManager[object] | None = None,
+) -> TrainingLoop:
+    """Build a plain training step of timm's network, with AdamW as timm sets it up."""
+    settings = config.model
+    if settings.model not in SIZES:
+        raise UserError(
+            f"Only VOLO is compared with loops around timm's network: --model {', '.join(SIZES)}. Measure "
+            f"{settings.model} with `bench step`, or with `bench roofline --against` without names."
+        )
+    model = VOLO(
+        img_size=settings.img_size,
+        num_classes=settings.num_classes,
+        drop_path_rate=settings.drop_path,
+        use_aux_head=trains_aux_head(config),
+        **SIZES[settings.model],
+    )
+    model.to(device).train()
+    published = form == "published"
+    loss = (
+        _published_loss(model, config, batch, box) if published else _class_loss(form, model, config, batch)
+    )
+    # Norms and biases have no weight decay.
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.update.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    # On a GPU torch updates all tensors at once, unless asked otherwise.
+    optimizer = torch.optim.AdamW(groups, lr=config.update.lr, foreach=device.type == "meta" or None)
+    autocast = autocast or torch.autocast(
+        device.type, dtype=torch.bfloat16, enabled=settings.precision == "bf16"
+    )
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with autocast:
+            value = loss()
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return value.detach()
+
+    return TrainingLoop(model, step)
+
+
+def _class_loss(form: LoopName, model: Any, config: Config, batch: TrainBatch) -> Callable[[], Tensor]:
+    """Return the loss of a network that learns the images' classes."""
+    images, features = batch.images, model.forward_features
+    if form == "channels-last":
+        model.to(memory_format=torch.channels_last)
+        images = images.contiguous(memory_format=torch.channels_last)
+    if form == "compile":
+        features = torch.compile(features)
+
+    def loss() -> Tensor:
+        # timm's forward adds the best token's logits to the class token's; here the class token learns alone.
+        logits = model.head(features(images)[:, 0])
+        return F.cross_entropy(logits, batch.labels.classes, label_smoothing=config.objective.smoothing)
+
+    return loss
+
+
+def _published_loss(model: Any, config: Config, batch: TrainBatch, box: Box) -> Callable[[], Tensor]:
+    """Return the loss of the published training: tokens mixed by a box, dense targets."""
+    dense = PublishedLoss(Objective(token_label=True), config.model.num_classes, config.model.img_size // 16)
+
+    def loss() -> Tensor:
+        tokens = box.swap_tokens(model.patch_embed(batch.images).permute(0, 2, 3, 1))
+        features = model.norm(model.forward_cls(model.forward_tokens(tokens)))
+        grid = model.aux_head(features[:, 1:]).unflatten(1, model.pos_embed.shape[1:3])
+        token_logits = box.swap_tokens(grid).flatten(1, 2)  # (batch, tokens, classes)
+        return dense(model.head(features[:, 0]).float(), token_logits.float(), batch.labels, box)
+
+    return loss
+
+
+def training_loader(folder: str, settings: Data, img_size: int, workers: int) -> Any:
+    """Build timm's loader of the training images of a folder, with the same augmentation as ours."""
+    allow_posterize_to_no_bits()
+    return create_loader(
+        create_dataset("", root=f"{folder}/train", is_training=True),
+        input_size=(3, img_size, img_size),
+        batch_size=settings.batch_size,
+        is_training=True,
+        use_prefetcher=False,  # made for GPUs; without one, workers that normalise are faster
+        auto_augment=settings.aa,
+        interpolation=settings.train_interpolation,
+        scale=settings.scale,
+        ratio=settings.ratio,
+        hflip=settings.hflip,
+        re_prob=settings.reprob,
+        re_mode=settings.remode,
+        num_workers=workers,
+        persistent_workers=True,
+        pin_memory=False,
+        device=torch.device("cpu"),
+    )

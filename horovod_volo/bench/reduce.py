@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 
-from horovod_volo.bench.cli import BatchSize, Flag, ImgSize, ModelName, Pairs
 from horovod_volo.bench.comparison import Action, assert_agree, repeats_for, timed
 from horovod_volo.bench.peers_reduce import (
     DDP,
@@ -26,7 +25,7 @@ from horovod_volo.bench.peers_reduce import (
     no_exchange,
     torch_ranks,
 )
-from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.results import BatchSize, Figure, Flag, ImgSize, ModelName, Pairs, Result
 from horovod_volo.bench.synthetic import CLASSES, bench_config, flat_weights, random_batch
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.pinning import bind

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Kernels, ModelName
-from horovod_volo.bench.cuda_autocast import CudaAutocast
-from horovod_volo.bench.peers_timm import LoopName, training_loop
-from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.peers import LoopName, training_loop
+from horovod_volo.bench.results import BatchSize, DropPath, Figure, Flag, ImgSize, Kernels, ModelName, Result
 from horovod_volo.bench.step_cost import CostMode, GpuRates, Operator, StepCost, fused
 from horovod_volo.bench.synthetic import bench_config, learner_of, random_batch, synthetic_context
 from horovod_volo.cluster.world import RankResources, World
@@ -36,6 +37,10 @@ GPUS = {
     "h100": GpuRates(600, 300, 2.7, 0.90),
     "h200": GpuRates(790, 300, 4.3, 0.90),
 }
+# What CUDA's autocast casts, of the functions that these networks call.
+_TO_BF16 = {F.linear, F.conv2d, F.scaled_dot_product_attention, torch.einsum}
+_TO_BF16 |= {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+_TO_FP32 = {F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, F.cross_entropy}
 
 
 def usual(best: GpuRates) -> GpuRates:
@@ -136,3 +141,50 @@ def _kinds(operators: Sequence[Operator], gpu: GpuRates) -> list[Figure]:
         kernels = sum(operator.kernels for operator in own)
         figures += [Figure(f"{kind}: usually", 1e3 * seconds, "ms"), Figure(f"{kind}: kernels", kernels, "")]
     return figures
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Casts to bf16 and back as CUDA's autocast does, while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # autocast casts each weight once
+
+    def __enter__(self) -> CudaAutocast:
+        self._cast.clear()
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        torch.set_autocast_enabled("cuda", True)  # for code that asks; on meta it casts nothing
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_autocast_enabled("cuda", False)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _TO_BF16:
+            args = tuple(map(self._to_bf16, args))
+            kwargs = {key: self._to_bf16(value) for key, value in kwargs.items()}
+        elif func in _TO_FP32:
+            args = tuple(map(_to_fp32, args))
+        if func is F.scaled_dot_product_attention and args[0].dtype == torch.bfloat16:
+            # The flash kernel, which meta would not choose.
+            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
+        return func(*args, **kwargs)
+
+    def _to_bf16(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(torch.bfloat16)
+        if id(value) not in self._cast:
+            self._cast[id(value)] = (value, value.to(torch.bfloat16))
+        return self._cast[id(value)][1]
+
+
+def _to_fp32(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype == torch.bfloat16
+    return value.float() if half else value

@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.bench.cli import Flag
-from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.results import Figure, Flag, Result
 from horovod_volo.bench.synthetic import CLASSES
 from horovod_volo.cluster.buckets import build_gradient_buckets, message_bytes
 from horovod_volo.config.arguments import whole_number

@@ -11,19 +11,20 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from horovod_volo.bench.cli import (
+from horovod_volo.bench.comparison import WrongResultError, assert_agree, repeats_for, timed
+from horovod_volo.bench.results import (
     BatchSize,
     Compile,
     DropPath,
+    Figure,
     Flag,
     ImgSize,
     Kernels,
     ModelName,
     Pairs,
     Precision,
+    Result,
 )
-from horovod_volo.bench.comparison import WrongResultError, assert_agree, repeats_for, timed
-from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import CLASSES, SyntheticRun, bench_config
 from horovod_volo.cluster.world import World
 from horovod_volo.engine.classification import Classification

@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
-from horovod_volo.bench.cuda_autocast import in_cuda_memory_format
-
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
 _SELECTING = {"index_select", "gather", "embedding", "index", "slice_backward"}  # read only what they return
 _OVERWRITING = {"copy_", "zero_", "fill_", "augment_layer"}
@@ -265,3 +263,17 @@ def _bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements in memory; an expanded one repeats them."""
     lengths = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return math.prod(lengths) * tensor.itemsize if tensor.numel() else 0
+
+
+def in_cuda_memory_format(name: str, args: tuple[Any, ...], result: Any) -> Any:
+    """Return an operator's result in the memory format that it has on CUDA, where meta has another."""
+    channels_last = torch.channels_last
+    if name == "convolution" and _is_channels_last(args[0]):
+        return torch.empty_like(result, memory_format=channels_last)
+    if name == "convolution_backward" and _is_channels_last(args[1]) and result[0] is not None:
+        return (torch.empty_like(result[0], memory_format=channels_last), *result[1:])
+    return result
+
+
+def _is_channels_last(images: Tensor) -> bool:
+    return not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last)

@@ -7,13 +7,19 @@ all shapes have the same area in the same scene.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache
 from math import cos, degrees, pi, sin, sqrt
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 
-from horovod_volo.demo.demo_shapes import PATTERNS, SHAPES, Floats, area_in_unit_circle
+Floats = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+Color = tuple[int, int, int]
+Point = tuple[float, float]
 
 # Cells per side of a label map; the maps are square for every aspect ratio, like the published ones.
 GRID = 8
@@ -22,27 +28,99 @@ OVERSAMPLING = 2
 # Bounds of the object's area as a fraction of the squared shorter side of the image.
 AREA_FRACTIONS = (0.24, 0.45)
 
-Color = tuple[int, int, int]
-Point = tuple[float, float]
+
+def _disc(x: Floats, y: Floats) -> Mask:
+    return x * x + y * y < 1
 
 
-@dataclass(frozen=True)
-class DemoImage:
+def _cross(x: Floats, y: Floats) -> Mask:
+    near, far = np.minimum(np.abs(x), np.abs(y)), np.maximum(np.abs(x), np.abs(y))
+    return (near < 0.27) & (far < 0.95)
+
+
+def _frame(x: Floats, y: Floats) -> Mask:
+    distance = np.maximum(np.abs(x), np.abs(y))
+    return (distance < 0.71) & (distance > 0.4)
+
+
+def _heart(x: Floats, y: Floats) -> Mask:
+    x, y = 1.25 * x, 1.25 * y + 0.25
+    return (x * x + y * y - 1) ** 3 < x * x * y**3
+
+
+def _spiral(x: Floats, y: Floats) -> Mask:
+    turns = 2 * np.hypot(x, y) - np.arctan2(y, x) / (2 * pi)
+    return _disc(x, y) & (turns % 1 < 0.5)
+
+
+def _star(x: Floats, y: Floats) -> Mask:
+    # Fold the five points onto one half point, whose tip is at (1, 0); one straight edge bounds it.
+    half = pi / 5
+    angle = np.abs((np.arctan2(y, x) + half) % (2 * half) - half)
+    radius = np.hypot(x, y)
+    notch_x, notch_y = 0.45 * cos(half), 0.45 * sin(half)
+    along, across = radius * np.cos(angle), radius * np.sin(angle)
+    return (1 - along) * notch_y > across * (1 - notch_x)
+
+
+# A shape returns a mask of the points (x, y) inside. Invariant: it lies within the unit circle, and its
+# mirror image is of the same class, because training flips images.
+SHAPES: dict[str, Callable[[Floats, Floats], Mask]] = {
+    "checker": _disc,
+    "crescent": lambda x, y: _disc(x, y) & ((x - 0.45) ** 2 + y * y > 0.78**2),
+    "cross": _cross,
+    "frame": _frame,
+    "heart": _heart,
+    "ring": lambda x, y: _disc(x, y) & ~_disc(x / 0.58, y / 0.58),
+    "spiral": _spiral,
+    "star": _star,
+    "stripes": _disc,
+    "triangle": lambda x, y: np.maximum(-y, 0.5 * y + 0.75**0.5 * np.abs(x)) < 0.5,
+}
+# The points in the second colour, of shapes that have one.
+PATTERNS: dict[str, Callable[[Floats, Floats], Mask]] = {
+    "checker": lambda x, y: (np.floor(2 * x) + np.floor(2 * y)) % 2 == 0,
+    "stripes": lambda _, y: np.floor(2.5 * y + 0.5) % 2 == 0,
+}
+CLASSES = tuple(sorted(SHAPES))  # class numbers are indices into the sorted folder names
+
+
+@cache
+def area_in_unit_circle(name: str) -> float:
+    """Return the area of a shape, measured on a fine grid."""
+    steps = np.arange(-0.9975, 1, 0.005, dtype=np.float32)
+    return 4 * float(SHAPES[name](*np.meshgrid(steps, steps)).mean())
+
+
+class DemoImage(NamedTuple):
     """An image and the fraction of each of its GRID x GRID cells that the object covers."""
 
     image: Image.Image
     coverage: Floats
 
 
+class Placement(NamedTuple):
+    """Pose of the object: centre and area in pixels, rotation in radians, and mirror 1 or -1."""
+
+    x: float
+    y: float
+    area: float
+    angle: float
+    mirror: int
+
+
 def draw_demo_image(name: str, random: np.random.Generator, *, image_side: int) -> DemoImage:
     """Draw an object of class `name` in a random scene with sides of 0.9 to 1.4 `image_side`."""
     width, height = random.integers(9 * image_side // 10, 14 * image_side // 10 + 1, 2).tolist()
     brightness = random.uniform(0.15, 0.85)
-    canvas = background(random, width, height, brightness).resize(
-        (width * OVERSAMPLING, height * OVERSAMPLING), Image.Resampling.NEAREST
+    canvas = scenery(random, width, height, brightness)
+    placement = Placement(
+        x=random.uniform(0.43, 0.57) * canvas.width,
+        y=random.uniform(0.43, 0.57) * canvas.height,
+        area=random.uniform(*AREA_FRACTIONS) * min(canvas.size) ** 2,
+        angle=random.uniform(-pi / 8, pi / 8),
+        mirror=-1 if random.uniform() < 0.5 else 1,
     )
-    add_fragments(canvas, random, brightness)
-    placement = _placement(random, canvas)
     mask = add_object(canvas, random, name, placement, brightness)
     _hide_part(canvas, mask, random, placement, brightness)
     coverage = mask.resize((GRID, GRID), Image.Resampling.BOX)
@@ -50,6 +128,14 @@ def draw_demo_image(name: str, random: np.random.Generator, *, image_side: int) 
         image=add_lighting_and_grain(canvas.reduce(OVERSAMPLING), random),
         coverage=np.asarray(coverage, np.float32) / np.float32(255),
     )
+
+
+def scenery(random: np.random.Generator, width: int, height: int, brightness: float) -> Image.Image:
+    """Return a canvas, OVERSAMPLING times as large, with a background and fragments that are no object."""
+    size = (width * OVERSAMPLING, height * OVERSAMPLING)
+    canvas = _background(random, width, height, brightness).resize(size, Image.Resampling.NEAREST)
+    _add_fragments(canvas, random, brightness)
+    return canvas
 
 
 def _random_color(
@@ -79,7 +165,7 @@ def _ramp(random: np.random.Generator, width: int, height: int) -> Floats:
     return x + y[:, None]
 
 
-def background(random: np.random.Generator, width: int, height: int, brightness: float) -> Image.Image:
+def _background(random: np.random.Generator, width: int, height: int, brightness: float) -> Image.Image:
     """Return two colours of similar brightness, blended by a ramp, clouds and a fine ripple."""
     cells = random.integers(3, 9)
     clouds = Image.fromarray(random.standard_normal((cells, cells), np.float32))
@@ -94,7 +180,7 @@ def background(random: np.random.Generator, width: int, height: int, brightness:
     return image
 
 
-def add_fragments(canvas: Image.Image, random: np.random.Generator, brightness: float) -> None:
+def _add_fragments(canvas: Image.Image, random: np.random.Generator, brightness: float) -> None:
     """Draw lines, blobs and short arcs that belong to no class."""
     draw = ImageDraw.Draw(canvas)
     side = min(canvas.size)
@@ -121,27 +207,6 @@ def _blob(random: np.random.Generator, x: float, y: float, radius: float) -> lis
     )
     polar = [(2 * pi * (corner + delay) / corners, radius * fraction) for corner, delay, fraction in draws]
     return [(x + reach * cos(angle), y + reach * sin(angle)) for angle, reach in polar]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Pose of the object: centre and area in pixels, rotation in radians, and mirror 1 or -1."""
-
-    x: float
-    y: float
-    area: float
-    angle: float
-    mirror: int
-
-
-def _placement(random: np.random.Generator, canvas: Image.Image) -> Placement:
-    return Placement(
-        x=random.uniform(0.43, 0.57) * canvas.width,
-        y=random.uniform(0.43, 0.57) * canvas.height,
-        area=random.uniform(*AREA_FRACTIONS) * min(canvas.size) ** 2,
-        angle=random.uniform(-pi / 8, pi / 8),
-        mirror=-1 if random.uniform() < 0.5 else 1,
-    )
 
 
 def add_object(

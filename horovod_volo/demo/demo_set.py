@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.demo.demo_image import draw_demo_image
-from horovod_volo.demo.demo_shapes import CLASSES, Floats
+from horovod_volo.demo.demo_image import CLASSES, Floats, draw_demo_image
 from horovod_volo.token_labels.geometry import WHOLE
 from horovod_volo.token_labels.published_maps import GEOMETRY_FILE
 

@@ -21,14 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.demo.demo_image import (
-    OVERSAMPLING,
-    Placement,
-    add_fragments,
-    add_lighting_and_grain,
-    add_object,
-    background,
-)
+from horovod_volo.demo.demo_image import OVERSAMPLING, Placement, add_lighting_and_grain, add_object, scenery
 from horovod_volo.demo.demo_set import SPLIT_STREAMS, new_set, run_command
 
 # Increase when the content of the set changes, so that folders of earlier versions are not reused.
@@ -60,17 +53,15 @@ def draw_scene(random: np.random.Generator, *, side: int) -> DemoScene:
     """Draw some objects in a scene with sides of 0.75 to 1.5 `side`; later ones cover earlier ones."""
     width, height = random.integers(3 * side // 4, 3 * side // 2 + 1, 2).tolist()
     brightness = random.uniform(0.15, 0.85)
-    large = (width * OVERSAMPLING, height * OVERSAMPLING)
-    canvas = background(random, width, height, brightness).resize(large, Image.Resampling.NEAREST)
-    add_fragments(canvas, random, brightness)
-    mask, owners = Image.new("L", large), Image.new("L", large)
+    canvas = scenery(random, width, height, brightness)
+    mask, owners = Image.new("L", canvas.size), Image.new("L", canvas.size)
     targets = [0]
     for _ in range(int(random.integers(_OBJECTS[0], _OBJECTS[1] + 1))):
         target = int(random.integers(1, len(SCENE_CLASSES)))
         placement = Placement(
-            x=random.uniform(0.1, 0.9) * large[0],
-            y=random.uniform(0.1, 0.9) * large[1],
-            area=random.uniform(*_AREAS) * min(large) ** 2,
+            x=random.uniform(0.1, 0.9) * canvas.width,
+            y=random.uniform(0.1, 0.9) * canvas.height,
+            area=random.uniform(*_AREAS) * min(canvas.size) ** 2,
             angle=random.uniform(-pi / 8, pi / 8),
             mirror=-1 if random.uniform() < 0.5 else 1,
         )

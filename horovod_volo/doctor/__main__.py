@@ -33,7 +33,7 @@ from horovod_volo.config.arguments import Parser, add_flags
 from horovod_volo.config.schema import setting_of_training
 from horovod_volo.core.atomic_file import write_text
 from horovod_volo.core.errors import UserError, print_error
-from horovod_volo.doctor import gpus, host, installation, network
+from horovod_volo.doctor import host, installation
 from horovod_volo.doctor.report import Check, Finding, build_report, format_report, ok, run_check
 
 DONE, FAILED, MISTAKE = 0, 1, 2
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     launch = read_launch_env()
     binding = bind(options.binding)  # before torch is imported, as in training
     own = _check_this_rank(launch, binding)
-    from horovod_volo.doctor.collect import collect_findings
+    from horovod_volo.doctor.between_ranks import collect_findings
 
     collected = collect_findings(own, binding, Path(options.shared))
     world, problem, status = collected.world, collected.problem, FAILED
@@ -88,20 +88,20 @@ def _check_this_rank(launch: LaunchEnv, binding: Binding) -> list[Finding]:
         "dali": installation.check_dali,
         "timm": installation.check_timm,
         "apex": installation.check_apex,
-        "gpu": gpus.check_gpus,
-        "gpudirect": gpus.check_rdma,
+        "gpu": installation.check_gpus,
+        "gpudirect": installation.check_rdma,
         "topology": host.check_topology,
         "binding": partial(host.check_binding, binding),
         "memory": partial(host.check_memory, launch.local_size),
         "/dev/shm": partial(host.check_shared_memory, launch.local_size, bool(binding.gpu)),
         "leftovers": host.check_leftovers,
         "open files": partial(host.check_open_files, launch.size),
-        "network": network.check_interfaces,
-        "environment": network.check_command_lines,
-        "rendezvous": network.check_rendezvous,
+        "network": host.check_interfaces,
+        "environment": host.check_command_lines,
+        "rendezvous": host.check_rendezvous,
     }
     if launch.size == 1:  # several ranks would wait for each other's compilers
-        checks["kernels"] = gpus.check_kernels
+        checks["kernels"] = installation.check_kernels
     return [finding for subject, check in checks.items() for finding in run_check(subject, check)]
 
 

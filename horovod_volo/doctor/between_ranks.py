@@ -1,4 +1,8 @@
-"""Checks between ranks: the same versions, code, settings and time, a shared folder, fast and right sums."""
+"""Collects the findings of all ranks, and compares their versions, code, settings, time, folders and sums.
+
+A separate thread calls Horovod. The main thread keeps a time limit and receives SIGTERM, which the launcher
+sends when another rank has failed; a thread that waits inside Horovod can do neither.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,30 @@ import os
 import platform
 import re
 import secrets
+import signal
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import torch
 
+from horovod_volo.cluster.binding import Binding
+from horovod_volo.cluster.collectives import RankLostError
+from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.topology import cpu_ranges
 from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.environment import PACKAGE, code_hashes, package_versions
-from horovod_volo.doctor.network import list_interfaces
-from horovod_volo.doctor.report import Check, Finding, failure, ok, warning
+from horovod_volo.core.errors import UserError
+from horovod_volo.doctor.host import list_interfaces
+from horovod_volo.doctor.report import Check, Finding, failure, from_error, ok, warning
 
 # If ranks differ in one of these, they wait for each other forever or compute wrong sums. The names are
 # listed because other variables of these libraries contain host addresses, which differ, and secrets.
@@ -44,36 +56,30 @@ _SMALL_REPEATS, _LARGE_REPEATS = 30, 4
 _MIN_FRACTION_OF_LINE = 0.05
 _MIN_BYTES_PER_SECOND = 50e6  # if the speed of the interface is unknown: less than half a gigabit
 _MAX_SECONDS, _MAX_CYCLES = 0.02, 10  # of the latency, which has a part in Horovod's cycles
+_COLLECTING_SECONDS = 120.0
+_incomplete = partial(failure, remedy="See what the other ranks and the launcher print.", subject="ranks")
 
 
 def list_checks(world: World, folder: Path) -> dict[str, Check]:
     """Return the checks by subject. Each is collective: every rank calls it."""
     checks: dict[str, Check] = {"shared folder": partial(check_shared_folder, world, folder)}
     if world.size > 1:
-        checks["versions"] = partial(_check_versions, world)
-        checks["code"] = partial(_check_code, world)
-        checks["settings"] = partial(_check_settings, world)
+        versions = {"python": platform.python_version(), **package_versions()}
+        code = {name: digest[:8] for name, digest in code_hashes(PACKAGE).items()}
+        settings = {name: value for name, value in os.environ.items() if _SETTINGS.fullmatch(name)}
+        for subject, values, remedy in (
+            ("versions", versions, "Run ./tools/setup on every host, or share one .venv."),
+            ("code", code, "Check out the same commit on every host, or run from one shared folder."),
+            ("settings", settings, "Set it before horovodrun, or use mpirun -x NAME."),
+        ):
+            checks[subject] = partial(_compare_with_rank_zero, world, values, remedy)
         checks["clock"] = partial(_check_clock, world)
         checks["ring"] = partial(_check_allreduce, world)
     return checks
 
 
-def _check_versions(world: World) -> Iterator[Finding]:
-    versions = {"python": platform.python_version(), **package_versions()}
-    remedy = "Run ./tools/setup on every host, or share one .venv."
-    yield compare(versions, world.broadcast_object(versions), remedy)
-
-
-def _check_code(world: World) -> Iterator[Finding]:
-    hashes = {name: digest[:8] for name, digest in code_hashes(PACKAGE).items()}
-    remedy = "Check out the same commit on every host, or run from one shared folder."
-    yield compare(hashes, world.broadcast_object(hashes), remedy)
-
-
-def _check_settings(world: World) -> Iterator[Finding]:
-    settings = {name: value for name, value in os.environ.items() if _SETTINGS.fullmatch(name)}
-    remedy = "Let the launcher pass it to all ranks: set it before horovodrun, or use mpirun -x NAME."
-    yield compare(settings, world.broadcast_object(settings), remedy)
+def _compare_with_rank_zero(world: World, values: dict[str, str], remedy: str) -> list[Finding]:
+    return [compare(values, world.broadcast_object(values), remedy)]
 
 
 def compare(mine: Mapping[str, str], rank_zero: Mapping[str, str], remedy: str) -> Finding:
@@ -205,3 +211,66 @@ def assess_allreduce(
         yield warning(f"{measured}: at most {longest * 1e3:.0f} ms were expected", remedy)
     if bandwidth >= least and latency <= longest:
         yield ok(measured)
+
+
+@dataclass
+class CollectedFindings:
+    """The findings of all ranks so far; the collecting thread adds to it."""
+
+    by_rank: list[list[Finding]] = field(default_factory=list)  # empty: not connected
+    hosts: list[str] = field(default_factory=list)  # by rank
+    world: World | None = None
+    problem: Finding | None = None  # why the findings are incomplete
+    another_failed: bool = False  # that is the reason, and the other rank prints it
+
+
+class _TerminatedError(Exception):
+    """The launcher sent SIGTERM."""
+
+
+def collect_findings(own: list[Finding], binding: Binding, folder: Path) -> CollectedFindings:
+    """Connect all ranks, gather their `own` findings and run the checks between ranks. Collective."""
+    collected = CollectedFindings()
+    thread = threading.Thread(target=_collect, args=(collected, own, binding, folder), daemon=True)
+    by_launcher = read_launch_env().size > 1  # otherwise SIGTERM ends the doctor
+    if by_launcher:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        thread.start()
+        thread.join(_COLLECTING_SECONDS)
+        if thread.is_alive():
+            what = "finish the checks" if collected.world else "connect"
+            collected.problem = _incomplete(f"did not {what} within {_COLLECTING_SECONDS:.0f} s")
+    except _TerminatedError:
+        text = "the launcher ended this rank while it waited for the others: one of them has failed"
+        collected.problem, collected.another_failed = _incomplete(text), True
+    finally:
+        if by_launcher:
+            # Print the report first; the launcher can still send SIGKILL.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return collected
+
+
+def _collect(collected: CollectedFindings, own: list[Finding], binding: Binding, folder: Path) -> None:
+    """Store findings in `collected` as they arrive. Collective: every rank calls this."""
+    try:
+        collected.world = world = World.connect(binding)
+        collected.hosts = world.hosts()
+        collected.by_rank = world.allgather_object(own)
+        for subject, check in list_checks(world, folder).items():
+            try:
+                found = [replace(each, subject=subject) for each in check()]
+            except UserError as error:  # raised on all ranks
+                found = [replace(from_error(error), subject=subject)]
+            for findings, more in zip(collected.by_rank, world.allgather_object(found), strict=True):
+                findings += more
+    except UserError as error:
+        collected.problem = replace(from_error(error), subject="ranks")
+    except RankLostError:
+        collected.problem = _incomplete("one of them exited during the checks")
+    except Exception as error:  # Horovod raises many types when ranks cannot connect
+        collected.problem = _incomplete(f"cannot connect: {type(error).__name__}: {error}")
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise _TerminatedError

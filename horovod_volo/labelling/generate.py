@@ -72,14 +72,7 @@ def generate_labels(
         )
 
     writer = world.run_on_rank_zero(open_store)
-    images = TeacherImages(
-        catalog,
-        image_size=teacher.image_side,
-        batch=choice.batch_size,
-        device=resources.device,
-        threads=resources.threads,
-    )
-    with closing(images):
+    with closing(TeacherImages(catalog, teacher.image_side, choice.batch_size, resources)) as images:
         problems = _label_shards(writer, teacher, images, top_k, world, progress)
     problems_by_rank = world.allgather_object(problems)
     if world.is_rank_zero:
@@ -100,13 +93,11 @@ def _label_shards(
     records = {number: writer.finished(number) for number in range(world.rank, writer.shards, world.size)}
     problems = [problem for record in records.values() if record for problem in record.problems]
     unfinished = [number for number, record in records.items() if record is None]
-    total = sum(len(writer.rows(number)) for number in unfinished)
-    done = 0
+    total, done = sum(len(writer.rows(number)) for number in unfinished), 0
     progress(done, total)
     for number in unfinished:
-        rows = writer.rows(number)
+        rows, labelled = writer.rows(number), 0
         scores, ids = writer.empty_shard(number)
-        labelled = 0
         images.problems.clear()
         for indices, pixels in images.batches(rows):
             logits = teacher.label(denormalize(pixels)).float()  # (images, classes, height, width)

@@ -7,7 +7,7 @@ missing maps, which may have been repaired since.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from horovod_volo.core.atomic_file import remove_partials
@@ -41,9 +41,8 @@ def published_keys(source: Path) -> tuple[list[str], int]:
         classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     keys = []
     for name in classes:
-        with os.scandir(source / name) as entries:
-            stems = (entry.name.removesuffix(".pt") for entry in entries if entry.name.endswith(".pt"))
-            keys += [f"{name}/{stem}" for stem in sorted(stems)]
+        stems = sorted(path.stem for path in (source / name).iterdir() if path.suffix == ".pt")
+        keys += [f"{name}/{stem}" for stem in stems]
     if not keys:
         raise UserError(f"{source} has no label maps. Name the folder with CLASS/IMAGE.pt.")
     return keys, len(classes)
@@ -95,16 +94,7 @@ def import_labels(
         for number in range(writer.shards)
         if (record := writer.finished(number)) and not (record.problems and fail_on_bad_samples)
     }
-    done = sum(record.shard.rows for record in records.values())
-    progress(done, len(keys))
-
-    def add(number: int, record: ShardRecord) -> None:
-        nonlocal done
-        records[number] = record
-        done += record.shard.rows
-        progress(done, len(keys))
-
-    _import_shards(writer, source, keys, workers, records, add)
+    _import_shards(writer, source, keys, workers, records, progress)
     problems = [problem for number in range(writer.shards) for problem in records[number].problems]
     if not (problems and fail_on_bad_samples):
         writer.finish()
@@ -116,14 +106,23 @@ def _import_shards(
     source: Path,
     keys: Sequence[str],
     workers: int,
-    finished: Container[int],
-    add: Callable[[int, ShardRecord], None],
+    records: dict[int, ShardRecord],
+    progress: Progress,
 ) -> None:
-    """Write the shards that are not in `finished`; call `add` with number and record of each."""
+    """Write the shards that have no record, and add theirs."""
+
+    def report() -> None:
+        progress(sum(record.shard.rows for record in records.values()), len(keys))
+
+    def add(number: int, record: ShardRecord) -> None:
+        records[number] = record
+        report()
+
+    report()
     tasks = {
         number: (writer, number, source, [keys[row] for row in writer.rows(number)])
         for number in range(writer.shards)
-        if number not in finished
+        if number not in records
     }
     if workers == 1 or len(tasks) < 2:
         for number, task in tasks.items():
@@ -142,14 +141,14 @@ def import_shard(writer: LabelStoreWriter, number: int, source: Path, keys: Sequ
     for row, key in enumerate(keys):
         path = source / f"{key}.pt"
         try:
-            map_scores, map_ids = read_published_map(path, writer.metadata.classes)
-            if map_scores.shape != writer.metadata.map_shape:
+            maps = read_published_map(path, writer.metadata.classes)
+            if maps[0].shape != writer.metadata.map_shape:
                 raise BadSampleError(
-                    f"the label map {path} has the shape {map_scores.shape}, the others have "
+                    f"the label map {path} has the shape {maps[0].shape}, the others have "
                     f"{writer.metadata.map_shape}"
                 )
         except BadSampleError as problem:
             problems.append(str(problem))
-            continue
-        scores[row], ids[row] = map_scores, map_ids
+        else:
+            scores[row], ids[row] = maps
     return writer.write(number, scores, ids, problems)

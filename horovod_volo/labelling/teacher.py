@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from horovod_volo.cluster.world import RankResources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.center_crop import resized_to
 from horovod_volo.core.errors import UserError
@@ -166,11 +167,9 @@ class TeacherImages:
     def __init__(
         self,
         catalog: Catalog,
-        *,
         image_size: int,
         batch: int,
-        device: torch.device,
-        threads: int,
+        resources: RankResources,
         geometry: MapGeometry = WHOLE,
     ) -> None:
         self.problems: list[str] = []  # one message for each image that was left out
@@ -183,8 +182,8 @@ class TeacherImages:
             resize=self._resized_shapes,
             rank=0,
             size=1,
-            device=device,
-            threads=threads,
+            device=resources.device,
+            threads=resources.threads,
         )
 
     def batches(self, indices: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:

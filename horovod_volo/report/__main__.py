@@ -21,7 +21,7 @@ from pathlib import Path
 
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser
-from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.atomic_file import write_text
 from horovod_volo.core.errors import UserError, escape_controls, print_error
 
 DONE, MISTAKE = 0, 2
@@ -66,11 +66,7 @@ def _report(options: argparse.Namespace) -> None:
     runs = read_runs(options.runs)
     page = Path(options.html) if options.html else Path(options.runs[0]) / PAGE
     text = build_page(runs, options.data_dir)
-    try:
-        with atomic_write(page) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UserError(f"--html cannot write {page}: {error.strerror}. Name another file.") from None
+    write_text(page, text, "--html")
     print(escape_controls(f"{page} ({len(text) / 1e6:.1f} MB): open it in a browser"))
     if browser:
         _print_page(browser, page, Path(options.pdf))

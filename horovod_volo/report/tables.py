@@ -9,10 +9,10 @@ from typing import Any
 from horovod_volo.config.schema import all_settings
 from horovod_volo.config.setting import shown
 from horovod_volo.core.errors import escape_controls
+from horovod_volo.report.curves import mean_over_time, speed_points
 from horovod_volo.report.markup import Markup, element, folded, joined, table
 from horovod_volo.report.quantities import AVERAGED, MAIN_SCORES, quantity
 from horovod_volo.report.run_folder import RunFolder
-from horovod_volo.report.speed import mean_over_time, speed_points
 
 _DETAILS = ("Batch", "Learning rate", "Precision", "Data", "State")
 _NOT_RECORDED = "not recorded"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from horovod_volo.demo.demo_image import CLASSES
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.demo.demo_shapes import CLASSES
 from tests.ranks.launching import python, run, train
 
 OUTPUT = "runs"

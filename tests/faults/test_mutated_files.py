@@ -33,8 +33,8 @@ from horovod_volo.engine.checkpoint.files import (
     read_tensors,
     write_checkpoint,
 )
-from horovod_volo.labelling.check import check_store
 from horovod_volo.labelling.store_writer import open_writer
+from horovod_volo.labelling.verify import check_store
 from horovod_volo.models.weights import read_weights
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.store import LabelStore

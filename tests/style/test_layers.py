@@ -49,7 +49,7 @@ def write_package(folder: Path, files: dict[str, str]) -> Path:
         ("engine/loop.py", "from torch.utils.tensorboard import SummaryWriter", "only monitor may import it"),
         ("cluster/collectives.py", "import torch.distributed as dist", "no package may import it"),
         ("bench/step.py", "import timm", "only models may import it"),
-        ("bench/peers_timm.py", "import onnx", "only models may import it"),
+        ("bench/peers.py", "import onnx", "only models may import it"),
         ("models/build.py", "if TYPE_CHECKING:\n    import example.engine.loop", "engine is above models"),
         ("models/build.py", "def late():\n    import example.data", "models and data are in the same layer"),
         ("optim/muon.py", "import importlib\nimportlib.import_module('timm.layers')", "only models may"),

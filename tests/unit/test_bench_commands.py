@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 import pytest
 
 from horovod_volo.bench.__main__ import parse
-from horovod_volo.bench.cli import Flag, add_flags
-from horovod_volo.bench.results import read_records
+from horovod_volo.bench.results import Flag, add_flags, read_records
 
 
 def example(
@@ -34,13 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 def test_a_signature_declares_its_flags(parser: argparse.ArgumentParser) -> None:
     found = vars(parser.parse_args(["here"]))
-    assert found == {
-        "folder": "here",
-        "sides": (8, 16),
-        "against": ("a",),
-        "rate": 0.5,
-        "compile": False,
-    }
+    assert found == {"folder": "here", "sides": (8, 16), "against": ("a",), "rate": 0.5, "compile": False}
     words = ["here", "--sides", "1", "2", "--against", "--rate", "2", "--compile"]
     found = vars(parser.parse_args(words))
     assert found == {"folder": "here", "sides": [1, 2], "against": [], "rate": 2.0, "compile": True}

@@ -10,17 +10,7 @@ import pytest
 import torch
 
 from horovod_volo.bench import comparison as module
-from horovod_volo.bench.comparison import (
-    PairedTimes,
-    WrongResultError,
-    alternate,
-    assert_agree,
-    block_with_setup,
-    estimate,
-    peak_extra_bytes,
-    repeats_for,
-    timed,
-)
+from horovod_volo.bench.comparison import PairedTimes, WrongResultError, alternate, assert_agree, estimate
 
 CPU = torch.device("cpu")
 
@@ -69,27 +59,10 @@ def test_the_interval_is_the_exact_one(size: int) -> None:
     assert estimate(samples) == found
 
 
-def test_one_outlier_moves_nothing_and_equal_samples_have_no_spread() -> None:
-    assert estimate([2.0] * 8 + [90.0]) == estimate([2.0] * 9)
-    assert estimate([2.0] * 9) == module.Estimate(2.0, 2.0, 2.0)
-
-
-def test_a_block_returns_seconds_per_call() -> None:
-    calls: list[int] = []
-
-    def action() -> None:
-        calls.append(1)
-        sleep(0.01)
-
-    seconds = timed(action, 4, CPU)()
-    assert len(calls) == 4
-    assert 0.01 <= seconds < 0.04
-
-
 def test_a_block_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_SECONDS", 0.1)
-    assert 2 <= repeats_for(timed(lambda: sleep(0.02), 1, CPU)) <= 5
-    assert repeats_for(timed(lambda: sleep(0.2), 1, CPU)) == 1
+    assert 2 <= module.repeats_for(module.timed(lambda: sleep(0.02), 1, CPU)) <= 5
+    assert module.repeats_for(module.timed(lambda: sleep(0.2), 1, CPU)) == 1
 
 
 def test_the_setup_of_a_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +74,7 @@ def test_the_setup_of_a_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> No
         given.append(value)
         sleep(0.01)
 
-    seconds = block_with_setup(lambda: sleep(0.05) or next(prepared), action, CPU)()
+    seconds = module.block_with_setup(lambda: sleep(0.05) or next(prepared), action, CPU)()
     assert given == list(range(len(given)))  # every call has a new one
     assert 0.01 <= seconds < 0.04
 
@@ -122,4 +95,4 @@ def test_peak_memory_counts_what_is_there_at_one_moment() -> None:
             del first
             del second
 
-    assert 8000 <= peak_extra_bytes(action, CPU) < 8100  # beside two tensors, a few scalars
+    assert 8000 <= module.peak_extra_bytes(action, CPU) < 8100  # beside two tensors, a few scalars

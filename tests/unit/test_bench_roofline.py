@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
-from horovod_volo.bench.cuda_autocast import CudaAutocast
-from horovod_volo.bench.roofline import GPUS, count_loop, count_step, usual
+from horovod_volo.bench.roofline import GPUS, CudaAutocast, count_loop, count_step, usual
 from horovod_volo.bench.step_cost import CostMode, StepCost, fused
 from horovod_volo.bench.synthetic import CLASSES, bench_config
 from horovod_volo.config.schema import Config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from label_samples import catalog_of, make_store, random_store
 
-from horovod_volo.labelling.check import check_store
+from horovod_volo.labelling.verify import check_store
 from horovod_volo.labels import main
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.probability import best_classes, probabilities

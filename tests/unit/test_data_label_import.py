@@ -57,12 +57,9 @@ def test_the_store_contains_the_maps_of_the_files(tmp_path, catalog, source, key
         for ours, theirs in zip(store.read(index), published.read(index), strict=True):
             assert np.array_equal(ours, theirs)
     assert ("no_image" in (tmp_path / "s" / "keys.txt").read_text()) == (of_images is None)
-    left = {path.name for path in (tmp_path / "s").iterdir()}
-    assert left == {
-        "store.json",
-        "keys.txt",
-        *(f"maps-0000{n}.safetensors" for n in range(3 + (of_images is None))),
-    }
+    shards = [f"maps-0000{number}.safetensors" for number in range(3 + (of_images is None))]
+    left = sorted(path.name for path in (tmp_path / "s").iterdir())
+    assert left == ["keys.txt", *shards, "store.json"]
 
 
 def test_images_that_share_a_map_are_refused(tmp_path, catalog, source):
@@ -124,7 +121,7 @@ def test_an_import_with_other_settings_does_not_resume(tmp_path, catalog, source
         (["import", "maps", "maps"], "maps holds other files"),
         (["verify", "maps"], "maps/store.json"),
         (["show", "maps", ".", "a/77", "x.png"], "no image a/77. Give CLASS/IMAGE"),
-        (["show", "maps", ".", "12", "x.png"], "no image 12: the last index is 11"),
+        (["show", "maps", ".", "12", "x.png"], "or an index from 0 to 11"),
     ],
 )
 def test_user_errors_are_one_message(tmp_path, catalog, source, arguments, message, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The figure of a sample: colour, bar and caption of every cell."""
+"""The figure of a sample: the colour of every cell, and which image a name means."""
 
 from __future__ import annotations
 
@@ -8,33 +8,10 @@ from coded_images import write_images
 from label_samples import make_store
 from PIL import Image
 
-from horovod_volo.labelling.figure import BAR_HEIGHT, MARGIN, cell_captions, draw_labels
+from horovod_volo.labelling.figure import MARGIN, MAX_TINT, draw_labels
 from horovod_volo.labels import main
-from horovod_volo.monitor.pictures import PALETTE, load_font
+from horovod_volo.monitor.pictures import PALETTE
 from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
-
-
-def drawn(ids, scores, *, size=(600, 300), geometry=WHOLE):
-    """Draw the map of a white image of ten classes."""
-    maps = np.array(scores, np.float16), np.array(ids, np.int16)
-    classes = tuple(f"class {number}" for number in range(10))
-    return draw_labels(Image.new("RGB", size, "white"), maps, geometry, classes, ("title", "one", "two"))
-
-
-def bars(picture, rows, columns, *, left, width, bottom, height):
-    """Return the colour at the left end of each cell's bar."""
-    return [
-        [
-            picture.getpixel(
-                (
-                    round(left + column * width / columns) + 2,
-                    round(bottom - height + (row + 1) * height / rows) - BAR_HEIGHT + 2,
-                )
-            )
-            for column in range(columns)
-        ]
-        for row in range(rows)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -47,24 +24,19 @@ def bars(picture, rows, columns, *, left, width, bottom, height):
     ],
 )
 def test_cells_have_the_colour_of_their_class(geometry, left, width, border):
-    ids = [[[4, 4, 7], [4, 2, 2]], [[1, 1, 1], [1, 1, 1]]]  # (k, rows, columns)
-    scores = [[[9, 9, 9], [9, 9, 9]], [[0, 0, 0], [0, 0, 0]]]
-    picture = drawn(ids, scores, geometry=geometry)
-    assert picture.height - MARGIN > 450  # the image is enlarged to 900 x 450
-    lower_edge = picture.height - MARGIN + min(0, border)
-    found = bars(picture, 2, 3, left=MARGIN + left, width=width, bottom=lower_edge, height=450 + 2 * border)
+    ids = np.array([[[4, 4, 7], [4, 2, 2]], [[1, 1, 1], [1, 1, 1]]], np.int16)  # (k, rows, columns)
+    scores = np.zeros(ids.shape, np.float16)
+    scores[0] = 99
+    classes = [f"class {number}" for number in range(10)]
+    picture = draw_labels(Image.new("RGB", (600, 300), "white"), (scores, ids), geometry, classes, ("title",))
+    # The image is enlarged to 900 x 450; a cell is seen inside its outline, beside its text.
+    top = picture.height - MARGIN + min(0, border) - (450 + 2 * border)
     color = {4: PALETTE[0], 2: PALETTE[1], 7: PALETTE[2]}
-    assert found == [[color[4], color[4], color[7]], [color[4], color[2], color[2]]]
-
-
-def test_captions_are_unambiguous():
-    classes = ("dog", "a very long name of a dog", "a very long name of a cat", "x" * 40)
-    font = load_font(17)
-    wide = cell_captions([0, 1], classes, 400, font)
-    assert wide == {0: "dog", 1: "a very long name of a dog"}
-    assert cell_captions([0, 1], classes, 80, font)[1].endswith("…")
-    assert cell_captions([1, 2], classes, 80, font) == {1: "1", 2: "2"}
-    assert cell_captions([0, 3], classes, 20, font) == {0: "0", 3: "3"}
+    for row, column in np.ndindex(2, 3):
+        place = (MARGIN + left + column * width / 3 + 3, top + row * (450 + 2 * border) / 2 + 3)
+        white = 0 if border > 0 and row == 0 else 255  # the border is black
+        expected = [white + MAX_TINT * (part - white) for part in color[ids[0, row, column]]]
+        assert picture.getpixel(tuple(map(round, place))) == pytest.approx(expected, abs=2), (row, column)
 
 
 def test_the_command_finds_an_image_by_index_or_name(tmp_path, capsys):

@@ -10,6 +10,7 @@ import torch
 from coded_images import smooth, unnormalised, write_images
 from PIL import Image
 
+from horovod_volo.cluster.world import RankResources
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.labelling.teacher import TeacherImages
 
@@ -25,7 +26,7 @@ def folder(tmp_path):
 
 def opened(folder, batch=2):
     catalog = build_catalog(str(folder), "train", None)
-    images = TeacherImages(catalog, image_size=SIDE, batch=batch, device=torch.device("cpu"), threads=2)
+    images = TeacherImages(catalog, SIDE, batch, RankResources(torch.device("cpu"), 2, ""))
     return closing(images)
 
 

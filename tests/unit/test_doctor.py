@@ -9,32 +9,31 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from horovod_volo.build_horovod import BUILD_SCRIPT
-from horovod_volo.cluster.collectives import load_horovod
 from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.cluster.world import World
 from horovod_volo.core.environment import code_hashes
 from horovod_volo.core.errors import UserError
-from horovod_volo.doctor import between_ranks, gpus, host, network
-from horovod_volo.doctor.installation import compare_mpi, compare_release
-from horovod_volo.doctor.report import (
-    Finding,
-    build_report,
-    failure,
-    format_report,
-    ok,
-    run_check,
-    warning,
+from horovod_volo.doctor import host
+from horovod_volo.doctor.between_ranks import (
+    assess_allreduce,
+    assess_clock,
+    assess_folder,
+    check_shared_folder,
+    compare,
 )
+from horovod_volo.doctor.installation import assess_gpus, check_rdma, compare_mpi, compare_release
+from horovod_volo.doctor.report import Finding, build_report, failure, format_report, ok, run_check, warning
 
 MIB, GIB = 2**20, 2**30
-OPEN_MPI = "Open MPI v4.1.4"
+OPEN_MPI, CUDA_12 = "Open MPI v4.1.4", ("550.54", 12040, "12.8")
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -44,46 +43,26 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def assert_found(found: Finding, level: str, text: str = "") -> None:
-    assert found.level == level
-    assert text in found.text
-    assert bool(found.remedy) == (level != "ok")
-
-
-# The report
-
-
-def report(*by_rank: list[Finding], ranks: int = 0) -> dict:
-    hosts = [f"h{rank // 2}" for rank in range(len(by_rank))]
-    return build_report(LaunchEnv("mpirun", 0, ranks or len(by_rank), 0, 2), list(by_rank), hosts, "MPI")
-
-
 def test_the_report_has_failures_first_and_the_ranks_of_each_finding() -> None:
     slow = warning("is slow " + "very " * 40, "Buy another.", subject="disk")
     down = failure("is down", "Plug it in.", subject="network")
     there, two = (ok(text, subject="gpu") for text in ("1", "2"))
-    made = report([there, slow, slow], [two, slow], [there, slow, down])
+    by_rank = [[there, slow, slow], [two, slow], [there, slow, down]]
+    made = build_report(LaunchEnv("mpirun", 0, 3, 0, 2), by_rank, ["h0", "h0", "h1"], "MPI")
     assert [(one["level"], one["subject"], one["ranks"]) for one in made["findings"]] == [
         ("failure", "network", [2]),
         ("warning", "disk", [0, 1, 2]),
         ("ok", "gpu", [0, 2]),
         ("ok", "gpu", [1]),
     ]
-    assert made["findings"][0]["remedy"] == "Plug it in."
-    assert {name: value for name, value in made.items() if name != "findings"} == {
-        "failures": 1,
-        "warnings": 1,
-        "ranks": 3,
-        "hosts": ["h0", "h0", "h1"],
-        "launcher": "mpirun",
-        "controller": "MPI",
-    }
+    assert (made["failures"], made["warnings"], made["ranks"]) == (1, 1, 3)
     lines = format_report(made).splitlines()
     assert lines[0] == "3 ranks on 2 hosts, mpirun (MPI)"
     assert lines[2:4] == ["FAILURE  network  is down (ranks 2 of 3)", f"{'':<18}-> Plug it in."]
     assert lines[-1] == "1 failure, 1 warning."
     assert max(map(len, lines)) <= 110
-    assert format_report(report([there], ranks=4)).startswith("only rank 0 of 4 reported")
+    alone = build_report(LaunchEnv("mpirun", 0, 4, 0, 2), [[there]], ["h0"], "MPI")
+    assert format_report(alone).startswith("only rank 0 of 4 reported")
 
 
 def test_an_exception_in_a_check_is_a_failure() -> None:
@@ -97,130 +76,89 @@ def test_an_exception_in_a_check_is_a_failure() -> None:
     (found,) = run_check("thing", user_error)
     assert found == failure("It is missing", "Install it. Then run again.", subject="thing")
     (found,) = run_check("thing", broken)
-    assert_found(found, "failure", "ImportError: libsomething.so: not found")
+    assert found.level == "failure"
+    assert "ImportError: libsomething.so: not found" in found.text
 
 
-# This rank: installation and GPUs
-
-
-@pytest.mark.parametrize(
-    ("installed", "old"), [("2.8.0a0+cuda", 0), ("2.10.1", 0), ("2.7.1", 1), ("2.8rc1", 0)]
-)
-def test_a_package_older_than_the_requirements_is_a_warning(installed: str, old: int) -> None:
-    found = list(compare_release("torch", installed))
-    assert [one.level for one in found] == ["warning"] * old
+def finding_of(found: Finding | Iterable[Finding]) -> Finding:
+    """Return the only finding of a check."""
+    (one,) = [found] if isinstance(found, Finding) else found
+    return one
 
 
 @pytest.mark.parametrize(
-    ("library", "program", "level", "text"),
+    ("check", "level", "text"),
     [
-        (OPEN_MPI, "mpirun (Open MPI) 4.0.2", "ok", OPEN_MPI),
-        (OPEN_MPI, "mpirun (Open MPI) 5.0.1", "warning", "4.1.4"),
-        (OPEN_MPI, "HYDRA build details: Version: 4.0.2", "warning", "may not find each other"),
-        (OPEN_MPI, "", "warning", "is not on PATH"),
-        ("", "mpirun (Open MPI) 4.1.4", "ok", "without MPI"),
+        (lambda: compare_mpi(OPEN_MPI, "mpirun (Open MPI) 4.0.2"), "ok", OPEN_MPI),
+        (lambda: compare_mpi(OPEN_MPI, "mpirun (Open MPI) 5.0.1"), "warning", "4.1.4"),
+        (lambda: compare_mpi(OPEN_MPI, "HYDRA Version: 4.0.2"), "warning", "may not find each other"),
+        (lambda: compare_mpi(OPEN_MPI, ""), "warning", "is not on PATH"),
+        (lambda: compare_mpi("", "mpirun (Open MPI) 4.1.4"), "ok", "without MPI"),
+        (lambda: assess_gpus(8, *CUDA_12, 8 * ["H100"]), "ok", "8 x H100, driver 550.54"),
+        (lambda: assess_gpus(0, "", 0, "12.8", []), "ok", "compute on the CPU"),
+        (lambda: assess_gpus(0, *CUDA_12, ["A100"]), "ok", "1 x A100"),
+        (lambda: assess_gpus(2, "", 0, "12.8", []), "failure", "no driver"),
+        (lambda: assess_gpus(1, "550.54", 12040, "", []), "failure", "torch is built without CUDA"),
+        (lambda: assess_gpus(1, "450.80", 11000, "12.8", []), "failure", "supports CUDA up to 11.0"),
+        (lambda: assess_gpus(1, *CUDA_12, []), "failure", "torch sees none (CUDA_VISIBLE_DEVICES='')"),
+        (lambda: assess_clock(0.9), "ok", ""),
+        (lambda: assess_clock(1.2), "warning", "1.2 s ahead"),
+        (lambda: assess_clock(-90.0), "warning", "90.0 s behind"),
+        (lambda: assess_allreduce(0.004, 2.4e8, True, 0, ""), "ok", "4.0 ms for 4 bytes, 240 MB/s for 16"),
+        (lambda: assess_allreduce(0.004, 1.1e8, True, 1000, ""), "ok", "110 MB/s"),
+        (lambda: assess_allreduce(0.004, 1.1e8, True, 100_000, ""), "warning", "at least 625 MB/s"),
+        (lambda: assess_allreduce(0.004, 2.0e7, True, 0, ""), "warning", "at least 50 MB/s"),
+        (lambda: assess_allreduce(0.031, 2.4e8, True, 0, ""), "warning", "at most 30 ms"),
+        (lambda: assess_allreduce(0.004, 2.4e8, False, 0, ""), "failure", "wrong"),
+        (lambda: assess_folder(Path("runs"), 0.9, 0.9), "ok", ""),
+        (lambda: assess_folder(Path("runs"), 1.5, 0.0), "warning", ""),
+        (lambda: assess_folder(Path("runs"), 0.1, 1.5), "warning", ""),
+        (lambda: host.check_shared_memory(1, False, Path("/nowhere")), "failure", "missing"),
+        (lambda: compare({"a": "1"}, {"a": "1"}, "Do it."), "ok", ""),
+        (
+            lambda: compare({"a": "1", "b": "2"}, {"a": "1", "b": "3"}, "Do it."),
+            "failure",
+            "b is 2, on rank 0 3",
+        ),
+        (lambda: compare({}, {"a": "1"}, "Do it."), "failure", "a is missing, on rank 0 1"),
+        (lambda: compare(dict.fromkeys("abcde", "1"), {}, "Do it."), "failure", "; and 2 more"),
     ],
 )
-def test_another_mpi_is_a_warning(library: str, program: str, level: str, text: str) -> None:
-    assert_found(compare_mpi(library, program), level, text)
-
-
-@pytest.mark.parametrize(
-    ("on_bus", "driver", "driver_cuda", "torch_cuda", "names", "level", "text"),
-    [
-        (8, "550.54", 12040, "12.8", 8 * ["H100"], "ok", "8 x H100, driver 550.54"),
-        (0, "", 0, "12.8", [], "ok", "compute on the CPU"),
-        (0, "550.54", 12040, "12.8", ["A100"], "ok", "1 x A100"),
-        (2, "", 0, "12.8", [], "failure", "no driver"),
-        (1, "550.54", 12040, "", [], "failure", "torch is built without CUDA"),
-        (1, "450.80", 11000, "12.8", [], "failure", "driver 450.80 supports CUDA up to 11.0"),
-        (1, "550.54", 12040, "12.8", [], "failure", "torch sees none (CUDA_VISIBLE_DEVICES='')"),
-    ],
-)
-def test_the_first_cause_of_unusable_gpus_is_reported(
-    on_bus, driver, driver_cuda, torch_cuda, names, level, text, monkeypatch
-) -> None:
+def test_what_is_measured_is_assessed(check: Callable, level: str, text: str, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert_found(gpus.assess_gpus(on_bus, driver, driver_cuda, torch_cuda, names), level, text)
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
+    found = finding_of(check())
+    assert (found.level, bool(found.remedy)) == (level, level != "ok")
+    assert text in found.text
 
 
-def test_an_old_driver_is_named_with_the_oldest_that_is_new_enough() -> None:
-    remedy = gpus.assess_gpus(1, "570.86", 12080, "13.0", []).remedy
+def test_what_is_too_old_is_named_with_what_is_needed() -> None:
+    remedy = assess_gpus(1, "570.86", 12080, "13.0", []).remedy
     assert "driver 580" in remedy
     assert "12.8" in remedy
+    for version, levels in (("2.8.0a0+cuda", []), ("2.10.1", []), ("2.7.1", ["warning"]), ("2.8rc1", [])):
+        assert [one.level for one in compare_release("torch", version)] == levels, version
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "level"),
-    [
-        ("sys/module/nvidia_peermem/refcnt", "0", "ok"),
-        ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module", "ok"),
-        ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel", "warning"),
+    ("gib", "mib", "on_gpu", "soft", "ranks", "levels"),
+    [  # of memory, /dev/shm and open files; eight ranks have 5 MiB each there, on GPUs 32
+        (3.9, 39, False, 64, 1, ["failure", "failure", "failure"]),
+        (4, 64, False, 1024, 200, ["warning", "ok", "warning"]),
+        (15.9, 64, True, 1024, 256, ["warning", "failure", "failure"]),
+        (16, 256, True, 1024, 8, ["ok", "ok", "ok"]),
+        (16, 256, True, resource.RLIM_INFINITY, 10**6, ["ok", "ok", "ok"]),
     ],
 )
-def test_whether_network_cards_reach_the_memory_of_gpus(file: str, text: str, level: str, tmp_path) -> None:
-    assert list(gpus.check_rdma(tmp_path)) == []
-    gpu, card = "sys/bus/pci/devices/0000:07:00.0", "sys/class/infiniband/mlx5_0/node_type"
-    write(tmp_path, {f"{gpu}/vendor": "0x10de", f"{gpu}/class": "0x030200", card: "1", file: text})
-    (found,) = gpus.check_rdma(tmp_path)
-    assert found.level == level
-    assert ("modprobe nvidia_peermem" in found.remedy) == (level == "warning")
-
-
-def test_gpus_are_counted_on_the_bus(tmp_path: Path) -> None:
-    for address, vendor, kind in (
-        ("0000:07:00.0", "0x10de", "0x030200"),
-        ("0000:0f:00.0", "0x10de", "0x030000"),
-        ("0000:c4:00.0", "0x10de", "0x068000"),  # a switch between GPUs
-        ("0000:00:02.0", "0x8086", "0x030000"),
-    ):
-        folder = f"sys/bus/pci/devices/{address}"
-        write(tmp_path, {f"{folder}/vendor": f"{vendor}\n", f"{folder}/class": f"{kind}\n"})
-    assert gpus_on_bus(tmp_path) == {"0000:07:00.0", "0000:0f:00.0"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"PYTHON": "false"}, "No PyTorch in false"),
-        ({}, "HOROVOD_WITHOUT_MPI=1"),
-        ({"HOROVOD_WITHOUT_MPI": "1"}, "No g++ found"),
-        ({"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_GPU_OPERATIONS": "NCCL"}, "is a CPU build"),
-    ],
-    ids=["no PyTorch", "no MPI", "no compiler", "no CUDA"],
-)
-def test_the_build_of_horovod_names_what_is_missing(variables: dict, message: str, tmp_path: Path) -> None:
-    """PATH has a Python with a CPU build of PyTorch, and nothing that builds."""
-    for program in ("bash", "sed", "uname", "cat", "false"):
-        (tmp_path / program).symlink_to(str(shutil.which(program)))
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho cpython-311 2.13.0 none\n")
-    python.chmod(0o755)
-    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHON": str(python)} | variables
-    command = [str(shutil.which("bash")), str(BUILD_SCRIPT)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert message in done.stderr
-
-
-@pytest.mark.filterwarnings("ignore:sys.meta_path is empty:ImportWarning")  # this test empties it
-def test_a_missing_horovod_is_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in ("path", "meta_path", "path_hooks"):
-        monkeypatch.setattr(sys, name, [])
-    with pytest.raises(UserError, match=r"not installed in this Python.*horovod-volo build_horovod"):
-        load_horovod()
-
-
-# This rank: host and network
-
-
-@pytest.mark.parametrize(("gib", "level"), [(3.9, "failure"), (4, "warning"), (15.9, "warning"), (16, "ok")])
-def test_memory_is_divided_among_ranks(gib: float, level: str, monkeypatch) -> None:
+def test_ranks_share_the_resources_of_a_host(gib, mib, on_gpu, soft, ranks, levels, monkeypatch) -> None:
     monkeypatch.setattr(host, "free_memory", lambda root: gib * GIB)
-    (found,) = host.check_memory(4)
-    assert_found(found, level)
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=mib, f_frsize=MIB))
+    hard = max(soft, 64)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    checks = host.check_memory(4), host.check_shared_memory(8, on_gpu), host.check_open_files(ranks)
+    found = list(map(finding_of, checks))
+    assert [one.level for one in found] == levels
+    assert ("hard limit, 64," in found[2].remedy) == (soft == 64)
 
 
 MEMINFO = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n"}
@@ -260,42 +198,56 @@ def test_memory_is_limited_by_control_groups(files: dict[str, str], free: int, t
 
 
 @pytest.mark.parametrize(
-    ("mib", "on_gpu", "level"),
+    ("file", "text", "level"),
     [
-        (64, False, "ok"),
-        (39, False, "failure"),
-        (64, True, "failure"),  # the default of containers
-        (256, True, "ok"),
+        ("sys/module/nvidia_peermem/refcnt", "0", "ok"),
+        ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module", "ok"),
+        ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel", "warning"),
     ],
 )
-def test_shared_memory_must_hold_all_ranks_of_the_host(
-    mib: int, on_gpu: bool, level: str, monkeypatch
-) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=mib, f_frsize=MIB))
-    (found,) = host.check_shared_memory(8, on_gpu)
-    assert_found(found, level)
-
-
-def test_missing_shared_memory_is_a_failure(tmp_path: Path) -> None:
-    (found,) = host.check_shared_memory(1, False, tmp_path / "shm")
-    assert_found(found, "failure", "missing")
+def test_whether_network_cards_reach_the_memory_of_gpus(file: str, text: str, level: str, tmp_path) -> None:
+    assert list(check_rdma(tmp_path)) == []
+    devices = {"07:00.0": "0x10de 0x030200", "c4:00.0": "0x10de 0x068000", "00:02.0": "0x8086 0x030000"}
+    for address, words in devices.items():  # a GPU, a switch between GPUs and another vendor's
+        folder, (vendor, kind) = f"sys/bus/pci/devices/0000:{address}", words.split()
+        write(tmp_path, {f"{folder}/vendor": f"{vendor}\n", f"{folder}/class": f"{kind}\n"})
+    assert gpus_on_bus(tmp_path) == {"0000:07:00.0"}
+    write(tmp_path, {"sys/class/infiniband/mlx5_0/node_type": "1", file: text})
+    assert finding_of(check_rdma(tmp_path)).level == level
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "ranks", "level"),
+    ("variables", "message"),
     [
-        (1024, 4096, 8, "ok"),
-        (1024, 4096, 200, "warning"),
-        (1024, 4096, 256, "failure"),
-        (64, 64, 1, "failure"),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 10**6, "ok"),
+        ({"PYTHON": "false"}, "No PyTorch in false"),
+        ({}, "HOROVOD_WITHOUT_MPI=1"),
+        ({"HOROVOD_WITHOUT_MPI": "1"}, "No g++ found"),
+        ({"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_GPU_OPERATIONS": "NCCL"}, "is a CPU build"),
     ],
+    ids=["no PyTorch", "no MPI", "no compiler", "no CUDA"],
 )
-def test_the_open_files_that_are_needed_grow_with_the_ranks(soft, hard, ranks, level, monkeypatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
-    (found,) = host.check_open_files(ranks)
-    assert_found(found, level)
-    assert ("hard limit, 64," in found.remedy) == (hard == 64)
+def test_the_build_of_horovod_names_what_is_missing(variables: dict, message: str, tmp_path: Path) -> None:
+    """PATH has a Python with a CPU build of PyTorch, and nothing that builds."""
+    for program in ("bash", "sed", "uname", "cat", "false"):
+        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho cpython-311 2.13.0 none\n")
+    python.chmod(0o755)
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHON": str(python)} | variables
+    command = [str(shutil.which("bash")), str(BUILD_SCRIPT)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert message in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:sys.meta_path is empty:ImportWarning")  # this test empties it
+def test_a_missing_horovod_is_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("path", "meta_path", "path_hooks"):
+        monkeypatch.setattr(sys, name, [])
+    with pytest.raises(UserError, match=r"not installed in this Python.*horovod-volo build_horovod"):
+        load_horovod()
 
 
 def test_leftovers_are_older_than_files_in_use_and_still_there(tmp_path: Path, monkeypatch) -> None:
@@ -313,14 +265,14 @@ def test_leftovers_are_older_than_files_in_use_and_still_there(tmp_path: Path, m
 
     monkeypatch.setattr(Path, "lstat", remove_first)
     with (tmp_path / "torch_used").open():
-        (found,) = host.check_leftovers(tmp_path)
-    assert_found(found, "warning", "1 file of PyTorch")
+        found = finding_of(host.check_leftovers(tmp_path))
+    assert "1 file of PyTorch" in found.text
     subprocess.run(found.remedy, shell=True, check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "torch_later", "torch_used"]
 
 
 def test_the_interfaces_of_this_host_are_listed() -> None:
-    interfaces = network.list_interfaces()
+    interfaces = host.list_interfaces()
     assert {one.name for one in interfaces} == {name for _, name in socket.if_nameindex()} - {"lo"}
     for one in interfaces:
         if one.up and one.address:
@@ -336,8 +288,8 @@ def test_secrets_are_found_on_the_command_lines_of_horovodrun() -> None:
     variables = shlex.join(f"{name}={value}" for name, value in (SECRETS | HARMLESS).items())
     local = f"cd /tmp > /dev/null 2>&1 ; env HOROVOD_HOSTNAME=b HOROVOD_RANK=1 {variables} python x"
     for command in (["bash", "-c", local], ["/bin/sh", "-c", f"ssh b {shlex.quote(local)}"]):
-        assert network.secret_names("\0".join(command).encode()) == set(SECRETS)
-    assert network.secret_names(b"python\0--token\0API_KEY=5\0") == set()
+        assert host.secret_names("\0".join(command).encode()) == set(SECRETS)
+    assert host.secret_names(b"python\0--token\0API_KEY=5\0") == set()
 
 
 @pytest.mark.parametrize(("address", "warnings"), [("", 1), ("127.0.0.1", 0)])
@@ -345,22 +297,9 @@ def test_a_rendezvous_server_on_all_interfaces_is_open(address: str, warnings: i
     with socket.create_server((address, 0)) as server:
         variables = {"ADDR": "127.0.0.1", "PORT": str(server.getsockname()[1])}
         environment = {f"HOROVOD_GLOO_RENDEZVOUS_{name}": value for name, value in variables.items()}
-        assert len(list(network.check_rendezvous(environment))) == warnings
-    assert list(network.check_rendezvous(environment)) == []  # it has ended
-    assert list(network.check_rendezvous({})) == []
-
-
-# Between ranks
-
-
-def test_differences_from_rank_0_are_named() -> None:
-    first = {"python": "3.11.7", "torch": "2.13.0", "timm": "1.0.31"}
-    assert between_ranks.compare(first, first, "").level == "ok"
-    found = between_ranks.compare(first | {"torch": "2.12.0"}, first, "Install it.")
-    assert found == failure("torch is 2.12.0, on rank 0 2.13.0", "Install it.")
-    assert between_ranks.compare({}, {"NCCL_ALGO": "Tree"}, "").text == "NCCL_ALGO is missing, on rank 0 Tree"
-    many = between_ranks.compare(dict.fromkeys("abcde", "1"), dict.fromkeys("abcde", "2"), "").text
-    assert many.endswith("c is 1, on rank 0 2; and 2 more")
+        assert len(list(host.check_rendezvous(environment))) == warnings
+    assert list(host.check_rendezvous(environment)) == []  # it has ended
+    assert list(host.check_rendezvous({})) == []
 
 
 def test_code_and_recipes_are_hashed(tmp_path: Path) -> None:
@@ -371,43 +310,10 @@ def test_code_and_recipes_are_hashed(tmp_path: Path) -> None:
     assert [changed[name] == before[name] for name in before] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("ahead", "level", "text"),
-    [(0.9, "ok", ""), (1.2, "warning", "1.2 s ahead"), (-90.0, "warning", "90.0 s behind")],
-)
-def test_another_clock_is_a_warning(ahead: float, level: str, text: str) -> None:
-    assert_found(between_ranks.assess_clock(ahead), level, text)
-
-
-@pytest.mark.parametrize(
-    ("latency", "bandwidth", "correct", "line", "level", "text"),
-    [
-        (0.004, 2.4e8, True, 0, "ok", "4.0 ms for 4 bytes, 240 MB/s for 16 MiB"),
-        (0.004, 1.1e8, True, 1000, "ok", "110 MB/s"),
-        (0.004, 1.1e8, True, 100_000, "warning", "at least 625 MB/s"),
-        (0.004, 2.0e7, True, 0, "warning", "at least 50 MB/s"),
-        (0.031, 2.4e8, True, 0, "warning", "at most 30 ms"),
-        (0.004, 2.4e8, False, 0, "failure", "wrong"),
-    ],
-)
-def test_allreduce_is_assessed_by_interface_and_cycle_time(
-    latency, bandwidth, correct, line, level, text, monkeypatch
-) -> None:
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
-    (found,) = between_ranks.assess_allreduce(latency, bandwidth, correct, line, "CPUs")
-    assert_found(found, level, text)
-
-
-@pytest.mark.parametrize(
-    ("written", "visible", "level"), [(0.9, 0.9, "ok"), (1.5, 0.0, "warning"), (0.1, 1.5, "warning")]
-)
-def test_a_slow_folder_is_a_warning(written: float, visible: float, level: str) -> None:
-    assert_found(between_ranks.assess_folder(Path("runs"), written, visible), level)
-
-
 def test_the_check_of_a_folder_leaves_it_unchanged(tmp_path: Path) -> None:
     write(tmp_path, {"file": "not a folder"})
     for name, level in (("new/runs", "ok"), (".", "ok"), ("file/runs", "failure")):
-        (found,) = between_ranks.check_shared_folder(World.single(), tmp_path / name)
-        assert_found(found, level, "cannot write there" if level == "failure" else "")
+        found = finding_of(check_shared_folder(World.single(), tmp_path / name))
+        assert found.level == level
+        assert ("cannot write there" in found.text) == (level == "failure")
         assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -14,8 +14,8 @@ from coded_images import smooth, write_images
 from PIL import Image
 
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.labelling.map_geometry import compare_geometries, spatial_correlation
 from horovod_volo.labelling.teacher import Teacher, TeacherChoice, load_teacher
+from horovod_volo.labelling.verify import compare_geometries, spatial_correlation
 from horovod_volo.labels import main
 from horovod_volo.models.build import build_model
 from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
@@ -138,8 +138,8 @@ def test_the_correlation_is_between_equal_positions() -> None:
     random = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 4, 4, generator=random)
     best = logits.topk(3, dim=0)
-    assert spatial_correlation(best.values, best.indices, logits, 6) == pytest.approx(1, abs=1e-6)
-    mirrored = spatial_correlation(best.values, best.indices, logits.flip(2), 6)
+    assert spatial_correlation(best.values, best.indices, logits) == pytest.approx(1, abs=1e-6)
+    mirrored = spatial_correlation(best.values, best.indices, logits.flip(2))
     assert mirrored is not None
     assert mirrored < 0.5
-    assert spatial_correlation(best.values, best.indices, torch.zeros(6, 4, 4), 6) is None
+    assert spatial_correlation(best.values, best.indices, torch.zeros(6, 4, 4)) is None

@@ -12,7 +12,7 @@ import torch
 from coded_images import smooth, write_images
 from label_samples import make_store
 
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.command_line import build_config
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
@@ -67,7 +67,7 @@ def teacher_of(folder: Path, weights: str) -> Teacher:
 def logits_by_name(folder: Path, weights: str) -> dict[str, torch.Tensor]:
     """Return the teacher's logits (classes, rows, columns) of each image, by its full name."""
     catalog, teacher = catalog_of(folder / "images"), teacher_of(folder, weights)
-    images = TeacherImages(catalog, image_size=SIDE, batch=8, device=torch.device("cpu"), threads=1)
+    images = TeacherImages(catalog, SIDE, 8, RankResources(torch.device("cpu"), 1, ""))
     with closing(images):
         return {
             catalog.name(index): logits
