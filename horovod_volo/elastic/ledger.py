@@ -25,7 +25,7 @@ from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.callbacks import STANDARD, Callback
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.monitor.metrics_file import AppendedFile
+from horovod_volo.monitor.logger import AppendedFile
 
 LEDGER = "ledger.jsonl"
 CLASSES = "ledger_classes.npy"

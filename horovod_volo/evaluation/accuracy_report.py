@@ -7,7 +7,7 @@ from typing import Any
 
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.data.image_decoder import decoder_messages, image_decoder
-from horovod_volo.engine.confusions import ClassResult
+from horovod_volo.engine.accuracy import ClassResult
 from horovod_volo.evaluation.accuracy import EvalRequest, EvalResult
 
 

@@ -10,7 +10,7 @@ import torch
 
 from horovod_volo import Callback, TrainContext, Trainer, UserError
 from horovod_volo.cluster.entry import connect_once
-from horovod_volo.engine.shared_catalog import shared_catalog
+from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.remote.remote_catalog import CacheSettings
 
 SETTINGS = {"recipe": "demo", "token_label": False, "img_size": 32, "batch_size": 4, "epochs": 2}
