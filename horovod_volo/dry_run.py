@@ -23,16 +23,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.core.operators import estimated_with_kernels
-from horovod_volo.engine.banner import (
-    batch_line,
-    batch_warnings,
-    format_lines,
-    length_line,
-    lr_line,
-    model_line,
-    precision_line,
-    training_line,
-)
+from horovod_volo.engine.banner import batch_warnings, format_lines, settings_lines
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.models.build import freeze, hidden_matrices, start_training
 from horovod_volo.models.weights import TIMM
@@ -128,16 +119,17 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     gathered_bytes = workload.scalars(trained=True) * _FP32 if sharded else sent_bytes
     if OPTIMIZERS.find(config.update.opt).matrix_state_keys:
         gathered_bytes += workload.matrix_elements * _BF16  # the updates of matrices, each of one rank
+    lines = settings_lines(config, derived, list(parameters.values()), buckets)
     properties = {
         "ranks": f"{ranks}",
-        "chosen": config.chosen,
-        "model": model_line(config, parameters.values()),
-        "training": training_line(config, parameters.values(), buckets, ranks),
+        "chosen": lines["chosen"],
+        "model": lines["model"],
+        "training": lines["training"],
         "images": f"{workload.images:,} of {workload.classes:,} classes",
-        "batch": batch_line(config, derived),
-        "lr": lr_line(config, derived),
-        "length": length_line(derived),
-        "precision": precision_line(config, len(buckets), ranks),
+        "batch": lines["batch"],
+        "lr": lines["lr"],
+        "length": lines["length"],
+        "precision": lines["precision"],
         "memory": f"about {state / _GIB:.1f} GiB of state and "
         f"{activations / _GIB:.1f} GiB of activations per rank: {_smallest_gpu(state + activations)}",
         "exchange": f"{sent_bytes / _MIB:.0f} MiB of gradients per step; "

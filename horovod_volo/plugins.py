@@ -8,7 +8,6 @@ before the settings' names are looked up (docs/plugins.md).
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -16,7 +15,7 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from horovod_volo.config.schema import Config
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.errors import UserError, error_of_code
 from horovod_volo.data.augmentation import operations
 from horovod_volo.data.augmentation.operations import Kind, Operation
 from horovod_volo.data.augmentation.policy import register_rand_augment
@@ -100,10 +99,6 @@ def _load(plugin: str, module: str, load: Callable[[], object]) -> None:
             raise UserError(
                 f"{plugin}: there is no module {missing!r}. Install it on every host, or add its folder to "
                 "PYTHONPATH."
-            ) from None
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{plugin} failed while it was imported: {type(error).__name__}: {text} ({frame.filename}, line "
-            f"{frame.lineno}). Correct the plugin, or leave it out."
-        ) from error
+            ) from error
+        what = f"{plugin} failed while it was imported"
+        raise error_of_code(what, error, "Correct the plugin, or leave it out.") from error

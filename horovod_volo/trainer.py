@@ -134,7 +134,7 @@ class Trainer:
 
         `data` is a folder, or a data set like `val`. Every image counts once, whatever the number of ranks.
         """
-        from horovod_volo.engine.shared_catalog import catalog_folder
+        from horovod_volo.engine.classification_data import catalog_folder
         from horovod_volo.evaluation.task_results import EVALUATIONS
         from horovod_volo.plugins import load_plugins
 

@@ -31,7 +31,7 @@ from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.model_cost import PASSES, count_cost
 from horovod_volo.models.compiled import check_compiler
 from horovod_volo.monitor.meters import device_memory_gib, peak_flops
-from horovod_volo.profiler.step_ranges import RangeRecorder
+from horovod_volo.profiler.step_profiler import RangeRecorder
 
 _FIRST_STEPS = 3
 _TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}  # relative to the largest loss

@@ -20,15 +20,14 @@ from horovod_volo.core.batch import LabelMaps, Labels, TrainBatch
 from horovod_volo.core.operators import choose_kernels
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, OpenFile
-from horovod_volo.engine.classification import Classification
+from horovod_volo.engine.classification import Classification, ClassificationLearner
 from horovod_volo.engine.classification_data import Images
-from horovod_volo.engine.classification_learner import ClassificationLearner
 from horovod_volo.engine.context import Plan, TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
 from horovod_volo.models.build import spec_of
-from horovod_volo.monitor.logger import NullLogger
+from horovod_volo.monitor.logger import Logger
 
 MAP_SIDE, TOP = 18, 5  # of the published label maps: cells per side, and classes in each cell
 CLASSES = 1000  # of a run, unless its settings say otherwise
@@ -89,7 +88,7 @@ def synthetic_context(config: Config, world: World, resources: RankResources | N
     catalog = catalog_without_files(global_batch, num_classes)
     images = Images(catalog, catalog, label_maps=None)
     plan = Plan(config, derive(config, ranks=world.size, images=global_batch), task, images, resources)
-    return build_context(plan, world, state, NullLogger(), StopRequest())
+    return build_context(plan, world, state, Logger(), StopRequest())
 
 
 def learner_of(context: TrainContext) -> ClassificationLearner:

@@ -7,6 +7,7 @@ what is wrong, where, and what to type instead.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 
 SHOWN = 100
@@ -18,6 +19,13 @@ class UserError(Exception):
 
 class BadSampleError(Exception):
     """An image or label map that cannot be used; the message names it and says what is wrong with it."""
+
+
+def error_of_code(what: str, error: Exception, remedy: str) -> UserError:
+    """Return the error that says where the code of a user, such as a plugin, failed."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return UserError(f"{what}: {text} ({frame.filename}, line {frame.lineno}). {remedy}")
 
 
 def escape_controls(text: str) -> str:

@@ -22,7 +22,7 @@ from horovod_volo.dense.box_loader import BoxBatch, BoxTrainLoader
 from horovod_volo.dense.ssd import HEADS, build_ssd, fitted_weights
 from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask, RankContext, load_weights
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.engine.shared_catalog import catalog_folder
+from horovod_volo.engine.classification_data import catalog_folder
 from horovod_volo.engine.task import Network, check_classes
 from horovod_volo.models.build import check_model
 from horovod_volo.models.sync_batch_norm import synchronize_norms

@@ -28,7 +28,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.sampler import balanced_order, draws_of_classes, epoch_order
 from horovod_volo.engine.callbacks import STANDARD, Callback
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.monitor.metrics_file import AppendedFile
+from horovod_volo.monitor.logger import AppendedFile
 
 LEDGER = "ledger.jsonl"
 CLASSES = "ledger_classes.npy"

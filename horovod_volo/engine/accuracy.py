@@ -1,8 +1,14 @@
-"""Exact accuracy on the validation images: every image counts once, whatever the number of ranks."""
+"""Exact accuracy on the held-out images, and the classes with the lowest: every image counts once, whatever
+the number of ranks.
+
+confusions.json in the run folder and the picture `worst_confusions` in TensorBoard show what the worst
+classes are taken for, and images that were wrong. Both depend on nothing but the predictions of all images.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +22,12 @@ from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import ImageList
 from horovod_volo.data.loader import EvalLoader
-from horovod_volo.engine.confusions import ConfusionRecorder
-from horovod_volo.engine.task import Beat, Metrics
+from horovod_volo.engine.task import Metrics
 
+CONFUSIONS = "confusions.json"
+WORST_CLASSES, WRONG_IMAGES = 20, 4
+
+Confusions = dict[str, Any]  # the content of confusions.json
 # Given a batch, its predicted classes (batch,) and their probabilities (batch,).
 OnBatch = Callable[[EvalBatch, Tensor, Tensor], object]
 
@@ -41,31 +50,6 @@ class EvalCounts(NamedTuple):
             "images": self.images,
             "bad_samples": self.bad_samples,
         }
-
-
-def measure_model(
-    model: nn.Module,
-    beat: Beat,
-    *,
-    loader: EvalLoader,
-    catalog: ImageList,
-    world: World,
-    device: torch.device,
-    arithmetic: torch.autocast,
-    confusions: ConfusionRecorder,
-) -> Metrics:
-    """Return a model's metrics on the validation images. Collective: every rank calls this."""
-    collector = PredictionCollector()
-
-    def on_batch(batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
-        collector.add(batch, predictions, probabilities)
-        beat(len(batch.indices))
-
-    with torch.inference_mode(), arithmetic:
-        rank_counts = count_correct(model, loader, device, on_batch)
-    counts = sum_counts(rank_counts, catalog, world)
-    confusions.add(*collector.gather(world, len(catalog)))
-    return counts.metrics()
 
 
 def count_correct(
@@ -137,3 +121,70 @@ class PredictionCollector:
             predictions[of_rank] = rank_predictions
             probabilities[of_rank] = np.nan_to_num(rank_probabilities)
         return predictions, probabilities
+
+
+class ClassResult(NamedTuple):
+    """The result of one class."""
+
+    name: str
+    images: int  # without damaged ones
+    right: int  # images that are predicted correctly
+    mistaken_for: str  # the most frequent wrong prediction; empty: there is none
+    mistaken: int  # images with that prediction
+
+    @property
+    def top1(self) -> float:
+        """Return the accuracy in per cent; 0 without images."""
+        return 100 * self.right / max(1, self.images)
+
+
+def class_results(
+    classes: Sequence[str], targets: NDArray[np.integer[Any]], predictions: NDArray[np.integer[Any]]
+) -> list[ClassResult]:
+    """Return each class's result, the worst first, from the true and the predicted class of each image."""
+    seen = predictions != NO_CLASS
+    # A confusion matrix would grow with the square of the classes. Sorted, so that of several predictions
+    # that are equally frequent, the first class is named.
+    counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for target, prediction in sorted(zip(targets[seen].tolist(), predictions[seen].tolist(), strict=True)):
+        counts[target][prediction] += 1
+    results = []
+    for number, name in enumerate(classes):
+        images, right = counts[number].total(), counts[number].pop(number, 0)
+        ((other, mistaken),) = counts[number].most_common(1) or [(number, 0)]
+        results.append(ClassResult(name, images, right, classes[other] if mistaken else "", mistaken))
+    return sorted(results, key=lambda result: (result.images == 0, result.top1))
+
+
+def find_confusions(
+    images: ImageList, predictions: NDArray[np.int64], probabilities: NDArray[np.float32]
+) -> Confusions:
+    """Return the classes of lowest accuracy, with the images that were wrong with the highest probability."""
+    targets, classes, seen = np.asarray(images.targets), images.classes, predictions != NO_CLASS
+    results = class_results(classes, targets, predictions)
+    wrong = seen & (predictions != targets)
+
+    def wrong_images(name: str) -> list[dict[str, Any]]:
+        own = np.flatnonzero(wrong & (targets == classes.index(name)))
+        # Rounded, because a probability differs in its last bits with the batch that an image is in; of equal
+        # ones, the stable sort takes the first image of the list.
+        own = own[np.argsort(-probabilities[own].round(3), kind="stable")][:WRONG_IMAGES]
+        return [
+            {
+                "index": index,
+                "name": images.name(index),
+                "location": images.location(index),
+                "taken_for": classes[predictions[index]],
+                "probability": round(float(probabilities[index]), 3),
+            }
+            for index in own.tolist()
+        ]
+
+    worst = [result for result in results if result.right < result.images][:WORST_CLASSES]
+    return {
+        "top1": 100 * int((seen & ~wrong).sum()) / max(1, int(seen.sum())),
+        "images": int(seen.sum()),
+        "classes": len(classes),
+        "image_list": images.digest,
+        "worst": [result._asdict() | {"wrong": wrong_images(result.name)} for result in worst],
+    }

@@ -1,38 +1,52 @@
-"""The first lines of a run's log, and the lines that a dry run shares with them."""
+"""A run in words: the first lines of its log, some of them also those of a dry run, and what TensorBoard says
+of its recipe, its network, its ranks and its hyperparameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from textwrap import indent
 
 from torch import Tensor
 
 from horovod_volo.cluster.buckets import Bucket, message_bytes
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
-from horovod_volo.config.schema import Config, Published
+from horovod_volo.config.recipe import dump
+from horovod_volo.config.schema import Config, Published, all_settings
 from horovod_volo.core.operators import describe_kernels
 from horovod_volo.data.image_decoder import describe_decoder
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.model_cost import ModelCost
+from horovod_volo.monitor.logger import RunDescription
+
+# Settings by which runs are compared. They are the same for all runs: TensorBoard takes the columns of its
+# table from one of them.
+_COMPARED = (
+    *("model", "img_size", "finetune", "drop_path", "precision", "batch_size", "epochs", "warmup_epochs"),
+    *("opt", "weight_decay", "ema_decay", "sched", "aa", "reprob", "mixup"),
+    *("token_label", "mix_token", "smoothing", "seed"),
+)
 
 
 def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
     """Return the properties of a run that its log begins with, given each rank's host name."""
     world, config, derived, state = context.world, context.config, context.derived, context.state
-    parameters, buckets = list(state.model.parameters()), state.reducer.buckets
+    lines = settings_lines(config, derived, list(state.model.parameters()), state.reducer.buckets)
     host_count = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
     properties = {
         "world": f"{world.size} ranks on {host_count}, launcher {world.launcher}, "
         f"{world.controller} controller",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
-        "model": model_line(config, parameters),
-        "chosen": config.chosen,
-        "training": training_line(config, parameters, buckets, world.size),
+        "model": lines["model"],
+        "chosen": lines["chosen"],
+        "training": lines["training"],
         "data": context.data.describe(config),
         "decoder": describe_decoder(config.data.image_decoder),
-        "batch": batch_line(config, derived),
-        "lr": lr_line(config, derived),
-        "length": length_line(derived),
+        "batch": lines["batch"],
+        "lr": lines["lr"],
+        "length": lines["length"],
         "kernels": "" if context.resources.device.type == "cpu" else describe_kernels(),
-        "precision": precision_line(config, len(buckets), world.size),
+        "precision": lines["precision"],
         "results": f"{context.folder}  (watch: tensorboard --logdir {context.folder.parent})",
     }
     if state.step:
@@ -41,21 +55,34 @@ def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
     return {name: text for name, text in properties.items() if text}
 
 
-def model_line(config: Config, parameters: Iterable[Tensor]) -> str:
-    """Describe the model and its size."""
-    count = sum(parameter.numel() for parameter in parameters)
-    return f"{config.model.model}, {count:,} parameters, {config.model.img_size} px"
-
-
-def training_line(config: Config, parameters: Iterable[Tensor], buckets: Iterable[Bucket], ranks: int) -> str:
-    """Describe how many parameters train, and what ranks send of them, if some are frozen; else nothing."""
-    if not config.model.freeze:
-        return ""
-    counts = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
-    trained = sum(count for count, trains in counts if trains)
-    of_all = f"{trained:,} of {sum(count for count, _ in counts):,} parameters; frozen: {config.model.freeze}"
-    sent = sum(message_bytes(bucket, config.exchange) for bucket in buckets) / 2**20
-    return of_all + (f"; each rank sends {sent:.2f} MiB of gradients per step" if ranks > 1 else "")
+def settings_lines(
+    config: Config, derived: Derived, parameters: Sequence[Tensor], buckets: Sequence[Bucket]
+) -> dict[str, str]:
+    """Describe the network and the settings of its training, with what follows from them."""
+    count, ranks = sum(parameter.numel() for parameter in parameters), derived.ranks
+    batch, accumulation = config.data.batch_size, config.update.accumulation
+    up_to = "" if derived.global_batch == ranks * batch * accumulation else "up to "
+    training, precision = "", str(config.model.precision)
+    if config.model.freeze:
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        training = f"{trained:,} of {count:,} parameters; frozen: {config.model.freeze}"
+        if ranks > 1:
+            sent = sum(message_bytes(bucket, config.exchange) for bucket in buckets) / 2**20
+            training += f"; each rank sends {sent:.2f} MiB of gradients per step"
+    if ranks > 1:
+        compression = {"none": "uncompressed", "fp16": "in fp16"}[config.exchange.compression]
+        precision += f"; gradients exchanged {compression} in {len(buckets)} buckets"
+    return {
+        "model": f"{config.model.model}, {count:,} parameters, {config.model.img_size} px",
+        "chosen": config.chosen,
+        "training": training,
+        "batch": f"{derived.global_batch:,} images per step = {ranks} ranks x {up_to}{batch} images "
+        f"x {accumulation} micro-batches",
+        "lr": _lr_line(config, derived),
+        "length": f"{derived.epochs} epochs x {derived.steps_per_epoch:,} steps = "
+        f"{derived.total_steps:,} steps ({derived.warmup_steps:,} of warm-up)",
+        "precision": precision,
+    }
 
 
 def format_lines(properties: Mapping[str, str], warnings: Iterable[str]) -> list[str]:
@@ -64,17 +91,7 @@ def format_lines(properties: Mapping[str, str], warnings: Iterable[str]) -> list
     return [f"{name:>10}  {value}" for name, value in named if value]
 
 
-def batch_line(config: Config, derived: Derived) -> str:
-    """Describe the global batch as a product."""
-    batch, accumulation = config.data.batch_size, config.update.accumulation
-    up_to = "" if derived.global_batch == derived.ranks * batch * accumulation else "up to "
-    return (
-        f"{derived.global_batch:,} images per step = {derived.ranks} ranks x {up_to}{batch} images "
-        f"x {accumulation} micro-batches"
-    )
-
-
-def lr_line(config: Config, derived: Derived) -> str:
+def _lr_line(config: Config, derived: Derived) -> str:
     """Describe the peak learning rate, and --warmup-lr and --min-lr where they are scaled with it."""
     update, batch = config.update, derived.global_batch
     if update.lr:
@@ -106,17 +123,66 @@ def batch_warnings(config: Config, derived: Derived, images: int) -> list[str]:
     return [warning if batch in nearest else warning + advice]
 
 
-def length_line(derived: Derived) -> str:
-    """Describe the length of training in epochs and steps."""
-    return (
-        f"{derived.epochs} epochs x {derived.steps_per_epoch:,} steps = {derived.total_steps:,} steps "
-        f"({derived.warmup_steps:,} of warm-up)"
+def describe_run(context: TrainContext, hosts: Sequence[str], bindings: Sequence[str]) -> RunDescription:
+    """Describe the run to TensorBoard; `hosts` and `bindings` are those of the ranks."""
+    config, derived = context.config, context.derived
+    prefixes = ("", "ema_") if config.update.ema_decay else ("",)
+    parameters = sum(parameter.numel() for parameter in context.model.parameters())
+    return RunDescription(
+        texts={
+            "recipe": _recipe_text(config),
+            "model": _model_text(config.model.model, parameters, context.cost),
+            "ranks": _ranks_text(hosts, bindings),
+        },
+        hparams={
+            **{item.name: item.value_in(config) for item in all_settings() if item.name in _COMPARED},
+            "ranks": context.world.size,
+            "global_batch": derived.global_batch,
+            "peak_lr": derived.peak_lr,
+            "parameters": parameters,
+        },
+        scores=[prefix + score for score in context.task.scores for prefix in prefixes],
     )
 
 
-def precision_line(config: Config, buckets: int, ranks: int) -> str:
-    """Describe the precision of the forward pass and of the gradients that are sent."""
-    if ranks == 1:
-        return config.model.precision
-    compression = {"none": "uncompressed", "fp16": "in fp16"}[config.exchange.compression]
-    return f"{config.model.precision}; gradients exchanged {compression} in {buckets} buckets"
+def _recipe_text(config: Config) -> str:
+    """Return all settings in Markdown, first those that differ from their defaults."""
+    rows = [
+        (item.group, f"`{item.name}`", f"`{item.value_in(config)!r}`", f"`{item.default!r}`")
+        for item in all_settings()
+        if item.name in config.non_default
+    ]
+    table = markdown_table("group", "setting", "value", "default", rows=rows)
+    differing = table if rows else "Every setting has its default."
+    titles = ("#### Settings that differ from their defaults", "#### resolved.toml")
+    # An indented block: in a fenced one, a setting could end the fence.
+    listing = indent(dump(config).rstrip("\n"), "    ", lambda _: True)
+    return "\n\n".join([titles[0], differing, titles[1], listing])
+
+
+def _model_text(name: str, parameters: int, cost: ModelCost) -> str:
+    """Return the blocks of the network, their parameters and their operations in Markdown."""
+    total = f"**{name}**: {parameters:,} parameters"
+    if cost.forward_flops:
+        total += f", {cost.forward_flops / 1e9:.3g} GFLOPs in the forward of one image"
+    elif cost.problem:
+        total += f"; operations are not counted: {cost.problem}"
+    rows = [
+        (f"`{block.name}`", block.kind, f"{block.parameters:,}", f"{block.flops / 1e6:,.1f}")
+        for block in cost.blocks
+    ]
+    return f"{total}\n\n{markdown_table('block', 'class', 'parameters:', 'MFLOPs of a forward:', rows=rows)}"
+
+
+def _ranks_text(hosts: Sequence[str], bindings: Sequence[str]) -> str:
+    """Return the host, the device and the binding of each rank in Markdown."""
+    devices = [text.partition("; ")[::2] for text in bindings]
+    rows = [(f"{rank}", host, *devices[rank]) for rank, host in enumerate(hosts)]
+    return markdown_table("rank:", "host", "device", "binding", rows=rows)
+
+
+def markdown_table(*head: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table in Markdown; a column whose name ends in a colon is aligned to the right."""
+    titles = [name.removesuffix(":") for name in head]
+    rule = "".join("|--:" if name.endswith(":") else "|---" for name in head)
+    return "\n".join([f"| {' | '.join(titles)} |", f"{rule}|", *(f"| {' | '.join(row)} |" for row in rows)])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.collectives import HostsChangedError, RankLostError
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.core.errors import UserError, print_error
+from horovod_volo.core.errors import UserError, error_of_code, print_error
 from horovod_volo.core.names import EXTRAS, Registry
 from horovod_volo.plugins import callbacks_of_plugins
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from horovod_volo.engine.context import TrainContext
     from horovod_volo.engine.interrupts import StopRequest
     from horovod_volo.engine.task import Metrics
-    from horovod_volo.monitor.progress import Values
+    from horovod_volo.monitor.logger import Values
 
 
 class Callback:
@@ -157,11 +157,6 @@ def _built(plugin: str, build: Callable[[], object]) -> Callback:
 
 
 def _failure(name: str, where: str, error: Exception) -> UserError:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())[:300]
-    failed = UserError(
-        f"{name} failed in {where}: {type(error).__name__}: {text} ({frame.filename}, line {frame.lineno}). "
-        "Correct it, or leave it out."
-    )
+    failed = error_of_code(f"{name} failed in {where}", error, "Correct it, or leave it out.")
     failed.__cause__ = error
     return failed

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources, World, WorldSums
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
+from horovod_volo.core.batch import EvalBatch, TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.data.augmentation.policy import parse_policy
+from horovod_volo.data.image_decoder import Normalization
+from horovod_volo.data.loader import EvalLoader, TrainLoader
+from horovod_volo.engine.accuracy import (
+    CONFUSIONS,
+    Confusions,
+    PredictionCollector,
+    count_correct,
+    find_confusions,
+    sum_counts,
+)
 from horovod_volo.engine.classification_data import (
     Images,
     ReadLists,
@@ -21,25 +35,30 @@ from horovod_volo.engine.classification_data import (
     map_geometry,
     read_images,
 )
-from horovod_volo.engine.classification_learner import ClassificationLearner, build_learner
 from horovod_volo.engine.open_settings import (
     choose_settings,
     device_facts,
     fit_to_model,
     with_token_size_warning,
 )
-from horovod_volo.engine.task import Metrics, Network, Task
+from horovod_volo.engine.pictures import draw_batch, draw_confusions
+from horovod_volo.engine.task import Beat, Learner, Metrics, Network, Task, drop_path_seed
 from horovod_volo.models.build import (
+    Forward,
     build_model,
     check_model,
     our_name,
     spec_of,
+    tokens_per_side,
     training_forward,
 )
+from horovod_volo.models.precision import autocast
 from horovod_volo.models.registry import NORMS_OVER_RANKS
 from horovod_volo.models.weights import load_weights, read_weights
-from horovod_volo.models.weights_header import finetune_warnings
-from horovod_volo.objective.loss import LOSSES
+from horovod_volo.models.weights_header import finetune_warnings, statistics_of_run
+from horovod_volo.monitor.pictures import Picture
+from horovod_volo.objective.loss import LOSSES, Loss, LossParts, build_loss
+from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 
 
 class Classification:
@@ -96,7 +115,21 @@ class Classification:
     ) -> ClassificationLearner:
         if config.model.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").connect(network, WorldSums(world))
-        return build_learner(config, world, data, resources, network)
+        train_loader, eval_loader = build_loaders(config, world, data, resources)
+        side = tokens_per_side(config.model.model, config.model.img_size)
+        return ClassificationLearner(
+            config=config,
+            world=world,
+            device=resources.device,
+            images=data,
+            train_loader=train_loader,
+            eval_loader=eval_loader,
+            network=network,
+            network_forward=training_forward(network),
+            criterion=build_loss(config.objective, len(data.train.classes), side, data.class_weights),
+            mix=build_mix(config, world),
+            autocast=autocast(config.model.precision, resources.device),
+        )
 
     def metadata(self, config: Config) -> dict[str, Any]:
         return {"aux_head": trains_aux_head(config)}
@@ -117,6 +150,130 @@ def _load_weights(network: nn.Module, config: Config, source: str) -> list[str]:
     )
     colors = finetune_warnings(source, config.data, settings.model)
     return [*which, *mismatches, *colors]
+
+
+class Logits(NamedTuple):
+    """What the network makes of a mixed micro-batch."""
+
+    classes: Tensor  # (batch, classes)
+    tokens: Tensor  # (batch, tokens, classes), swapped back into unmixed order
+    mix: Mix
+
+
+@dataclass
+class ClassificationLearner(Learner[TrainBatch, Logits]):
+    """The network of a run on one rank, its mixing and its loss, fed by its loaders."""
+
+    config: Config
+    world: World
+    device: torch.device
+    images: Images
+    train_loader: TrainLoader
+    eval_loader: EvalLoader
+    network: nn.Module
+    network_forward: Forward
+    criterion: Loss
+    mix: Callable[[int, int], Mix]  # mix(step, micro-batch)
+    autocast: torch.autocast
+    confusions: Confusions = field(default_factory=dict)  # of the better network of the last evaluation
+
+    loss_names = LossParts._fields
+
+    def __post_init__(self) -> None:
+        self.bad_held_out = self.eval_loader.bad_samples
+        self.classes = self.images.train.targets if self.config.data.balance else None
+
+    def forward(self, batch: TrainBatch, step: int, number: int) -> Logits:
+        """Return the logits of mixed images."""
+        mix = self.mix(step, number)
+        seed = drop_path_seed(self.config.run.seed, step, self.world.rank, number)
+        with self.autocast:
+            logits = self.network_forward(mix.images(batch.images), mix.swap_tokens, seed)
+        return Logits(*logits, mix)
+
+    def loss(self, outputs: Logits, batch: TrainBatch) -> LossParts:
+        """Return the losses of the class and, with token labels, of the tokens."""
+        return self.criterion(outputs.classes, outputs.tokens, batch.labels, outputs.mix)
+
+    def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
+        """Return the accuracy of a model on the held-out images. Collective: every rank calls this."""
+        collector, held_out = PredictionCollector(), self.images.held_out
+
+        def on_batch(batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
+            collector.add(batch, predictions, probabilities)
+            beat(len(batch.indices))
+
+        with torch.inference_mode(), self.autocast:
+            rank_counts = count_correct(model, self.eval_loader, self.device, on_batch)
+        counts = sum_counts(rank_counts, held_out, self.world)
+        predictions, probabilities = collector.gather(self.world, len(held_out))
+        if self.world.is_rank_zero:
+            found = find_confusions(held_out, predictions, probabilities)
+            if not self.confusions or found["top1"] > self.confusions["top1"]:
+                self.confusions = found
+        return counts.metrics()
+
+    def close(self) -> None:
+        """End the threads of the evaluation, and close all files."""
+        self.eval_loader.close()
+        self.images.close()
+
+    def pictures(self) -> Mapping[str, Picture]:
+        """Return the worst confusions of the last evaluation."""
+        return draw_confusions(self.images.held_out, self.confusions)
+
+    def files(self, step: int) -> Mapping[str, str]:
+        """Return the confusions of the last evaluation, and forget them: the next one is of a later step."""
+        found, self.confusions = self.confusions, {}
+        return {CONFUSIONS: json.dumps({"step": step, **found}, indent=1)} if found else {}
+
+    def training_pictures(self, batch: TrainBatch, step: int) -> Mapping[str, Picture]:
+        """Return pictures of the first images of a micro-batch, the first of a step."""
+        mix = self.mix(step, 0)
+        return draw_batch(batch, mix, self.criterion, self.network, self.images.train.classes, self.config)
+
+
+def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
+    """Return MixToken, mixup/CutMix or no mixing as a function of the step and the micro-batch's number."""
+    seed, objective = config.run.seed, config.objective
+    if objective.mix_token:
+        side = tokens_per_side(config.model.model, config.model.img_size)
+        return lambda step, number: draw_box(seed, step, world.rank, number, side)
+    if objective.mixup or objective.cutmix:
+        pixels = config.model.img_size
+        return lambda step, number: draw_image_mix(objective, seed, step, world.rank, number, pixels)
+    return lambda step, number: NO_BOX  # noqa: ARG005
+
+
+def build_loaders(
+    config: Config, world: World, images: Images, resources: RankResources
+) -> tuple[TrainLoader, EvalLoader]:
+    """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
+    spec = spec_of(config.model.model)
+    common: dict[str, Any] = {
+        "image_size": config.model.img_size,
+        "rank": world.rank,
+        "size": world.size,
+        "device": resources.device,
+        "threads": config.data.workers or resources.threads,
+        "normalization": Normalization(*statistics_of_run(config.data, config.model.model)),
+    }
+    train_loader = TrainLoader(
+        images.train,
+        images.label_maps,
+        config.data,
+        seed=config.run.seed,
+        accumulation=config.update.accumulation,
+        **common,
+    )
+    eval_loader = EvalLoader(
+        images.held_out,
+        config.data,
+        crop_pct=config.data.crop_pct or spec.crop_pct,
+        interpolation=spec.interpolation,
+        **common,
+    )
+    return train_loader, eval_loader
 
 
 TASKS: Registry[Task] = Registry("task", "--task")

@@ -1,4 +1,7 @@
-"""The images of a run of classification, their classes and their labels: listed, checked and described."""
+"""The images of a run, their classes and their labels: listed once for all ranks, checked and described.
+
+Rank 0 writes a list of images, the other ranks open it. Training, evaluation and labelling use that.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
-from horovod_volo.data.images.catalog import Catalog, ImageList, build_catalog, check_same_classes
-from horovod_volo.data.images.split_folder import HeldOut
-from horovod_volo.engine.shared_catalog import cache_settings, cache_warnings, catalog_folder, shared_catalog
+from horovod_volo.core.names import Registry
+from horovod_volo.data.images.catalog import (
+    Catalog,
+    ImageList,
+    build_catalog,
+    check_same_classes,
+    open_catalog,
+)
+from horovod_volo.data.images.split_folder import HeldOut, Split
 from horovod_volo.engine.task import check_classes
 from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.loss import BALANCED, ClassWeights, check_threshold, read_class_weights
@@ -40,17 +51,25 @@ class Images:
 
     def describe(self, config: Config) -> str:
         """Describe the images, their classes and their labels."""
-        source = self.held_out.source
+        source, counts = self.held_out.source, np.bincount(self.train.targets)
         is_share = source == self.train.source
         where = f"{100 * config.data.val_share:g} % of each class" if is_share else Path(source).name
+        classes = f"{len(self.train.classes):,} classes"
+        if config.data.balance or config.objective.class_weights:
+            classes += f" of {counts[counts > 0].min():,} to {counts.max():,} images"
         return (
             f"{len(self.train):,} training and {len(self.held_out):,} held-out images ({where}), "
-            f"{class_counts(config, self.train)}; {labels_line(config, self.label_maps)}"
+            f"{classes}; {_labels_line(config, self.label_maps)}"
         )
 
     def warnings(self, config: Config) -> list[str]:
         """Return warnings about classes of equal size, label maps, and shards on a server."""
-        found = balance_warnings(config, self.train) + cache_warnings(config.data, self.train)
+        flags = ["--balance"] * bool(config.data.balance)
+        flags += ["--class-weights balanced"] * (config.objective.class_weights == BALANCED)
+        is_balanced = len(set(np.bincount(self.train.targets).tolist())) == 1
+        effect = "has no effect: all classes have equally many images"
+        found = [f"{flag} {effect}" for flag in flags if is_balanced]
+        found += cache_warnings(config.data, self.train)
         if self.label_maps is not None:
             found += map_warnings(config.objective.token_label_data, self.label_maps)
         return found
@@ -62,7 +81,18 @@ ReadLists = Callable[[Config, World], tuple[ImageList, ImageList]]
 
 def read_images(config: Config, world: World, lists: ReadLists | None) -> Images:
     """List the images of a data folder, or of given data sets, and open the label maps. Collective."""
-    train, held_out, label_maps = _lists(config, world, lists)
+    label_maps = None
+    if lists is not None:
+        train, held_out = lists(config, world)
+    else:
+        data = config.data
+        folder = catalog_folder(data.catalog_dir, config.run.output, world)
+        cache = CacheSettings(data.cache_dir, data.cache_gib)
+        train, held_out = (
+            shared_catalog(data.data_dir, split, folder, world, _held_out(config), cache)
+            for split in ("train", "val")
+        )
+        label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
 
     def weights_of_classes() -> ClassWeights | None:
         check_threshold(config.objective, len(train.classes))
@@ -77,21 +107,6 @@ def count_images(config: Config) -> tuple[int, int] | None:
         return None
     train = build_catalog(config.data.data_dir, "train", None, _held_out(config))
     return len(train), len(train.classes)
-
-
-def _lists(
-    config: Config, world: World, lists: ReadLists | None
-) -> tuple[ImageList, ImageList, LabelSource | None]:
-    if lists is not None:
-        return (*lists(config, world), None)
-    folder = catalog_folder(config.data.catalog_dir, config.run.output, world)
-    train, held_out = (
-        shared_catalog(
-            config.data.data_dir, split, folder, world, _held_out(config), cache_settings(config.data)
-        )
-        for split in ("train", "val")
-    )
-    return train, held_out, world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
 
 
 def _held_out(config: Config) -> HeldOut:
@@ -119,7 +134,7 @@ def _open_label_maps(config: Config, train: Catalog, held_out: Catalog) -> Label
     return label_maps
 
 
-def labels_line(config: Config, label_maps: LabelSource | None) -> str:
+def _labels_line(config: Config, label_maps: LabelSource | None) -> str:
     """Describe the training labels."""
     if not config.objective.token_label:
         mixed = ", mixed in pairs of images by MixToken (--no-mix-token disables it)"
@@ -131,18 +146,68 @@ def labels_line(config: Config, label_maps: LabelSource | None) -> str:
     return f"{side} x {side} token labels from {config.objective.token_label_data} ({geometry})"
 
 
-def balance_warnings(config: Config, train: ImageList) -> list[str]:
-    """Return a warning if classes are to be balanced that have equally many images."""
-    is_balanced = len(set(np.bincount(train.targets).tolist())) == 1
-    flags = ["--balance"] * bool(config.data.balance)
-    flags += ["--class-weights balanced"] * (config.objective.class_weights == BALANCED)
-    return [f"{flag} has no effect: all classes have equally many images" for flag in flags if is_balanced]
+class CacheSettings(NamedTuple):
+    """The folder for blocks of remote shards, and its limit; without a folder, each image is one request."""
+
+    folder: str = ""
+    gib: float = 0.0
 
 
-def class_counts(config: Config, train: ImageList) -> str:
-    """Return the number of classes and, if some are to count more, how rare the rarest is."""
-    counts = np.bincount(train.targets)
-    rare = f" of {counts[counts > 0].min():,} to {counts.max():,} images"
-    return (
-        f"{len(train.classes):,} classes{rare * bool(config.data.balance or config.objective.class_weights)}"
-    )
+class ShardServer(NamedTuple):
+    """What reads shards at an address."""
+
+    # (address, split, which images are held out, folder or memory, cache) -> the downloaded list
+    download: Callable[[str, Split, HeldOut, Path | None, CacheSettings], Catalog]
+    open: Callable[[Path, str, str, CacheSettings], Catalog]  # (downloaded list, its digest, address, cache)
+
+
+SERVERS: Registry[ShardServer] = Registry("address", "DATA_DIR")
+
+
+def catalog_folder(catalog_dir: str, output: str, world: World) -> Path | None:
+    """Return the folder for lists of images: `catalog_dir`, else one in `output`; None: in memory."""
+    if catalog_dir:
+        return Path(catalog_dir)
+    # A single rank has no other rank to share its list with, and writes no file that was not requested.
+    return Path(output) / "catalogs" if world.size > 1 else None
+
+
+def shared_catalog(
+    data_dir: str,
+    split: Split,
+    folder: Path | None,
+    world: World,
+    held_out: HeldOut | None = None,
+    cache: CacheSettings | None = None,
+) -> Catalog:
+    """List a split's images on rank 0 and open that list on all ranks. Collective: every rank calls this.
+
+    The list is a file in `folder`; None keeps it in memory, which needs a world of one rank. That of shards
+    on a server is downloaded, and `cache` keeps blocks of them.
+    """
+    blocks, scheme = cache or CacheSettings(), data_dir.partition("://")[0]
+
+    def build() -> Catalog:
+        if scheme != data_dir:
+            return SERVERS.find(scheme).download(data_dir, split, held_out or HeldOut(), folder, blocks)
+        return build_catalog(data_dir, split, folder, held_out)
+
+    def open_built(path: Path, digest: str, source: str) -> Catalog:
+        if scheme != data_dir:
+            return SERVERS.find(scheme).open(path, digest, source, blocks)
+        return open_catalog(path, digest)
+
+    built = world.run_on_all_ranks(lambda: build() if world.is_rank_zero else None)
+    facts = world.broadcast_object(None if built is None else (built.path, built.digest, built.source))
+    return world.run_on_all_ranks(lambda: open_built(*facts) if built is None else built)
+
+
+def cache_warnings(settings: Data, train: ImageList) -> list[str]:
+    """Return a warning if blocks of shards on a server are read again and again."""
+    gib = getattr(train, "remote_bytes", 0) / 2**30
+    if not settings.cache_dir or settings.block_shuffle or gib <= settings.cache_gib:
+        return []
+    return [
+        f"--cache-gib {settings.cache_gib:g} holds a part of the {gib:.1f} GiB of the training shards, whose "
+        "images are read in random order: most blocks are read many times. Add --block-shuffle, or raise it"
+    ]

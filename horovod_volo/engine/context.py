@@ -16,7 +16,7 @@ from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.callbacks import Callbacks
-from horovod_volo.engine.checkpoint.writer import CheckpointWriter
+from horovod_volo.engine.checkpoint.files import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.model_cost import UNKNOWN_COST, ModelCost
 from horovod_volo.engine.run_lock import RunLock

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from statistics import median
 
 from horovod_volo.cluster.step_statistics import Outcome
@@ -59,7 +58,12 @@ def go_back(context: TrainContext, skipped: int) -> None:
     """Restore a checkpoint, but not its step, after step `skipped`; raise if that is in vain. Collective."""
     state, step = context.state, context.state.step
     finish_checkpoint(context)
-    checkpoint = context.world.run_on_rank_zero(lambda: _checkpoint(context))
+    # The newest intact checkpoint, or an older one if the newest has not helped.
+    older = context.progress.futile_returns
+    candidates = context.world.run_on_rank_zero(
+        lambda: list(islice(intact_checkpoints(context.folder), older + 1))
+    )
+    checkpoint = candidates[-1] if candidates else None
     if checkpoint is None or context.progress.returns == _RETURNS:
         raise divergence(context, skipped)
     restore_state(state, checkpoint, context.world, step)
@@ -92,9 +96,3 @@ def train_again(context: TrainContext, different: Sequence[int]) -> None:
     context.callbacks.went_back(context)
     advice = f"Back to {checkpoint.name}: the steps since then are trained again"
     context.logger.log(f"warning: {found}. The memory of a host may be faulty. {advice}")
-
-
-def _checkpoint(context: TrainContext) -> Path | None:
-    """Return the newest intact checkpoint, or an older one if the newest has not helped."""
-    candidates = list(islice(intact_checkpoints(context.folder), context.progress.futile_returns + 1))
-    return candidates[-1] if candidates else None

@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
+from horovod_volo.cluster.launch_env import read_launch_env
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _REPEATABLE = (signal.SIGHUP, signal.SIGUSR1)
@@ -45,9 +45,7 @@ class StopRequest:
         # A handler of None was not installed by Python, which could not restore it.
         request._next = {number: each for number, each in handlers.items() if each is not None}
         try:
-            for number, handler in request._next.items():
-                if handler is not signal.SIG_IGN:
-                    signal.signal(number, request._receive)
+            request._install(request._next)
             yield request
         finally:
             for number, handler in request._next.items():
@@ -57,10 +55,7 @@ class StopRequest:
     def listening(cls) -> StopRequest:
         """Install the signal handlers and return the request that they set."""
         request = cls()
-        for number in _SIGNALS:
-            # nohup ignores SIGHUP, and a shell ignores SIGINT for a command in the background.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, request._receive)
+        request._install(_SIGNALS)
         # Launchers may start ranks with these signals blocked, so that no early request is lost.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return request
@@ -71,18 +66,22 @@ class StopRequest:
         for number in _REPEATABLE:
             signal.signal(number, signal.SIG_IGN)
 
+    def _install(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            # nohup ignores SIGHUP, and a shell ignores SIGINT for a command in the background.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._receive)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         launch = read_launch_env()  # now, because the rank may change
         if not self.received and launch.local_rank == 0:
+            name = signal.Signals(number).name
+            text = f"{name} on rank {launch.rank}: the run saves a checkpoint after this step and stops"
+            if launch.launcher in ("horovodrun", "mpirun") and number != signal.SIGUSR1:
+                waits = f"jobs/{launch.launcher}.sh waits for the checkpoint"
+                text += f" ({launch.launcher} may end it sooner: {waits})"
             # print() must not be called in a handler that may have interrupted it.
-            os.write(_STDERR, f"{_answer(signal.Signals(number), launch)}\n".encode())
+            os.write(_STDERR, f"{text}\n".encode())
         self.received = True
         if number not in _REPEATABLE:
             signal.signal(number, self._next.get(number, signal.SIG_DFL))
-
-
-def _answer(number: signal.Signals, launch: LaunchEnv) -> str:
-    text = f"{number.name} on rank {launch.rank}: the run saves a checkpoint after this step and stops"
-    if launch.launcher in ("horovodrun", "mpirun") and number != signal.SIGUSR1:
-        text += f" ({launch.launcher} may end it sooner: jobs/{launch.launcher}.sh waits for the checkpoint)"
-    return text

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from horovod_volo.cluster.watchdog import learned_limit
 from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.engine.banner import markdown_table
 from horovod_volo.engine.checkpoint.saving import finish_checkpoint
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back, note_value
 from horovod_volo.engine.model_cost import PASSES
+from horovod_volo.monitor.logger import Values
 from horovod_volo.monitor.meters import OwnTime, device_memory_gib, host_memory_gib
-from horovod_volo.monitor.progress import Values
 
 _DIGITS = 6  # of fractions and hours
 
@@ -83,39 +84,39 @@ def log_point(context: TrainContext) -> None:
 
 
 def _report(context: TrainContext, steps: float) -> RankReport:
-    meter, device = context.progress.meter, context.resources.device
-    sums = list(meter.sums().values())
-    timer = context.progress.timer
-    own_seconds, exchanged = timer.seconds_per_step(), timer.exchange_seconds()
-    waited = meter.data_wait_seconds
+    meter, timer = context.progress.meter, context.progress.timer
+    sums = list(meter.sums().values())  # waits for the device
     saved, outside = context.progress.clock.take_checkpoint_seconds()
     return RankReport(
         sums=sums,
         seconds=meter.seconds,
-        waited=waited,
-        exchanged=exchanged if context.world.size > 1 else 0.0,
+        waited=meter.data_wait_seconds,
+        exchanged=timer.exchange_seconds() if context.world.size > 1 else 0.0,
         saved=saved,
         outside=outside,
         bad_samples=context.learner.train_loader.bad_samples.skipped,
         failed=context.checkpoints.failed,
-        own=OwnTime(own_seconds, waited / steps),
+        own=OwnTime(timer.seconds_per_step(), meter.data_wait_seconds / steps),
         hours=context.progress.clock.hours,
         host_memory=host_memory_gib(),
-        device_memory=device_memory_gib(device),
+        device_memory=device_memory_gib(context.resources.device),
     )
 
 
 def _speed(context: TrainContext, reports: Sequence[RankReport], steps: float) -> Values:
     """Return images per second, what part of wall time was spent on what, and what was skipped."""
-    seconds, waited = (sum(getattr(report, name) for report in reports) for name in ("seconds", "waited"))
+
+    def total(name: str) -> float:
+        return float(sum(getattr(report, name) for report in reports))
+
+    seconds = total("seconds")
     images_per_second = steps * context.derived.global_batch * len(reports) / seconds
-    wall = seconds + sum(report.outside for report in reports)
-    data, exchange = waited / wall, sum(report.exchanged for report in reports) / wall
-    checkpoint = sum(report.saved for report in reports) / wall
+    wall = seconds + total("outside")
+    data, exchange, checkpoint = (total(name) / wall for name in ("waited", "exchanged", "saved"))
     values: Values = {
         "images_per_second": images_per_second,
-        "data_wait": waited / seconds,
-        "bad_samples": sum(report.bad_samples for report in reports),
+        "data_wait": total("waited") / seconds,
+        "bad_samples": int(total("bad_samples")),
         "skipped_steps": context.progress.skipped.total,
         "hours": round(reports[0].hours, _DIGITS),
         "time_data": round(data, _DIGITS),
@@ -175,15 +176,11 @@ def spread_table(times: Sequence[OwnTime], hosts: Sequence[str]) -> str:
     order = sorted(range(len(times)), key=lambda rank: times[rank].seconds)
     chosen = {"slowest": order[-1], "median": order[(len(order) - 1) // 2], "fastest": order[0]}
     rows = [
-        f"| {name} | {rank} | {hosts[rank]} | {1e3 * own.seconds:.1f} | {1e3 * own.data:.1f} |"
+        (name, f"{rank}", hosts[rank], *(f"{1e3 * seconds:.1f}" for seconds in times[rank]))
         for name, rank in chosen.items()
-        for own in (times[rank],)
     ]
-    head = [
-        "| | rank | host | its part of a step, ms | of it, waiting for data, ms |",
-        "|---|---|---|---|---|",
-    ]
-    return "\n".join([*head, *rows])
+    own, data = "its part of a step, ms", "of it, waiting for data, ms"
+    return markdown_table("", "rank", "host", own, data, rows=rows)
 
 
 def log_bad_samples(context: TrainContext, tracker: BadSampleTracker) -> None:

@@ -19,7 +19,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.names import Registry
 from horovod_volo.data.images import catalog_file
-from horovod_volo.engine.banner import banner, format_lines
+from horovod_volo.engine.banner import banner, describe_run, format_lines
 from horovod_volo.engine.callbacks import PROFILERS, Callback, Callbacks, build_plugin_callbacks, parse_steps
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
@@ -27,11 +27,10 @@ from horovod_volo.engine.context import TrainContext, run_folder
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.model_cost import count_cost
-from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.setup import FROM_DISK, Start, setup
 from horovod_volo.engine.task import Task
+from horovod_volo.monitor.logger import METRICS, last_values
 from horovod_volo.monitor.meters import StragglerFinder, TrainingClock, peak_flops
-from horovod_volo.monitor.metrics_file import METRICS, last_values
 
 # (settings, world, callbacks, start) -> exit status
 Train = Callable[[Config, World, Sequence[Callback], Start], int]

@@ -1,4 +1,4 @@
-"""Sets up a run: the settings are made final, then named stages build what trains, one after the other.
+"""Set up a run: the settings are made final, then named stages build what trains, one after the other.
 
 Everything that can be checked is checked before the first file is written.
 """
@@ -30,7 +30,7 @@ from horovod_volo.engine.state import TrainState, build_state
 from horovod_volo.engine.task import Task
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.models.registry import COMPILERS
-from horovod_volo.monitor.logger import Logger, NullLogger, check_packages
+from horovod_volo.monitor.logger import Logger, check_packages
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 from horovod_volo.plugins import check_names, load_plugins
@@ -72,110 +72,68 @@ def settle(config: Config, world: World, task: Task | None) -> Plan:
     return Plan(config, derived, task, data, resources)
 
 
-class Setup:
-    """The stages of the set-up, and what they have built. Every rank calls them: all are collective."""
-
-    def __init__(self, plan: Plan, world: World, stop: StopRequest, start: Start) -> None:
-        self._plan, self._world, self._stop, self._start = plan, world, stop, start
-        self._classes = len(plan.data.train.classes)
-        self._checkpoint: Path | None = None
-        self.warnings: list[str] = []  # about the state and its kernels
-
-    def run(self) -> TrainContext:
-        """Go through the stages."""
-        begin_stage = self._world.collectives.heartbeat.begin
-        slow = LONGEST_WRITE_SECONDS  # a checkpoint is read as slowly as it is written
-        begin_stage("looking for a checkpoint", slow)
-        self.find_checkpoint()
-        begin_stage("building the network", slow if self._plan.config.model.finetune else 0.0)
-        state = self.build_state()
-        begin_stage("checking kernels")
-        self.choose_kernels(state)
-        begin_stage("loading the state and copying it to all ranks", slow)
-        self.load(state)
-        begin_stage("opening the run folder", _LOCK_SECONDS)
-        logger, lock = self.open_folder(state)
-        begin_stage("starting to read data")
-        return self.build_context(state, logger, lock)
-
-    def find_checkpoint(self) -> None:
-        """Find the checkpoint to resume from, and check that it is of this run."""
-        if self._start.take_over is None:
-            plan = self._plan
-            self._checkpoint = checkpoint_to_resume(plan.config, self._world, plan.task, plan.data.train)
-
-    def build_state(self) -> TrainState:
-        """Build the network, with weights to begin with if a new run names some, and its optimizer."""
-        plan = self._plan
-        goes_on = self._checkpoint is not None or self._start.take_over is not None
-        build = partial(build_state, plan.config, self._world, plan.task, num_classes=self._classes)
-        finetune = "" if goes_on else plan.config.model.finetune
-        state, self.warnings = self._world.run_on_all_ranks(
-            partial(build, device=plan.resources.device, finetune=finetune)
-        )
-        return state
-
-    def choose_kernels(self, state: TrainState) -> None:
-        """Choose between hand-written kernels and PyTorch's operators."""
-        config, device = self._plan.config, self._plan.resources.device
-        facts = config, state.model, self._classes, self._world
-        self.warnings += choose_kernels(config.model.kernels, device, *facts)
-
-    def load(self, state: TrainState) -> None:
-        """Load the state of ranks before, or of a checkpoint; copy it, or fresh weights, to all ranks."""
-        if self._start.take_over is not None:
-            self._start.take_over(state, self._world)
-        else:
-            self.warnings += restore_state(state, self._checkpoint, self._world)
-
-    def open_folder(self, state: TrainState) -> tuple[Logger, RunLock | None]:
-        """Take the run folder's lock, and open the loggers, on rank 0."""
-        return self._world.run_on_all_ranks(partial(self._open_folder, state.step))
-
-    def build_context(self, state: TrainState, logger: Logger, lock: RunLock | None) -> TrainContext:
-        """Start to read data."""
-        world = self._world
-        with ExitStack() as after_error:  # a notebook may train into the folder when the mistake is corrected
-            if lock is not None:
-                after_error.callback(lock.close)
-            after_error.callback(logger.close)
-            context = build_context(self._plan, world, state, logger, self._stop)
-            after_error.pop_all()
-        context.lock = lock
-        own = (context.folder / CHECKPOINTS).resolve()  # which other ranks may see under another name
-        is_own = self._checkpoint is not None and self._checkpoint.resolve().parent == own
-        if world.broadcast_object(is_own):
-            context.checkpoints.step = state.step  # it need not be saved again
-        return context
-
-    def _open_folder(self, first_step: int) -> tuple[Logger, RunLock | None]:
-        config, derived, folder = self._plan.config, self._plan.derived, run_folder(self._plan.config)
-        if not self._world.is_rank_zero:
-            return NullLogger(), None
-        try:
-            lock = RunLock(folder, self._start.job)
-            clean_up(folder / CHECKPOINTS)
-            length = RunLength(
-                first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every
-            )
-            # Launchers prefix lines with the rank, which would break a progress line rewritten in place.
-            live = self._world.launcher == "none"
-            logger = RunLogger(folder, length, live=live, settings=config.logging)
-            logger.may_write = lock.check
-            return logger, lock
-        except OSError as error:
-            raise UserError(
-                f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
-            ) from None
-
-
 def setup(
     config: Config, world: World, stop: StopRequest, start: Start = FROM_DISK, task: Task | None = None
 ) -> tuple[TrainContext, list[str]]:
-    """Settle the settings and build the run; return it with warnings. Collective: every rank calls this."""
-    stages = Setup(settle(config, world, task), world, stop, start)
-    context = stages.run()
-    return context, [*_warnings(context), *stages.warnings]
+    """Build a run, stage by stage; return it with warnings. Collective: every rank calls this."""
+    plan = settle(config, world, task)
+    config, resources, classes = plan.config, plan.resources, len(plan.data.train.classes)
+    begin_stage, slow = world.collectives.heartbeat.begin, LONGEST_WRITE_SECONDS
+
+    begin_stage("looking for a checkpoint", slow)  # it is read as slowly as it is written
+    checkpoint = None
+    if start.take_over is None:
+        checkpoint = checkpoint_to_resume(config, world, plan.task, plan.data.train)
+    is_new = checkpoint is None and start.take_over is None
+
+    begin_stage("building the network", slow if config.model.finetune else 0.0)
+    finetune = config.model.finetune if is_new else ""
+    build = partial(build_state, config, world, plan.task, num_classes=classes, finetune=finetune)
+    state, warnings = world.run_on_all_ranks(partial(build, device=resources.device))
+
+    begin_stage("checking kernels")
+    warnings += choose_kernels(config.model.kernels, resources.device, config, state.model, classes, world)
+
+    begin_stage("loading the state and copying it to all ranks", slow)
+    if start.take_over is not None:
+        start.take_over(state, world)
+    else:
+        warnings += restore_state(state, checkpoint, world)
+
+    begin_stage("opening the run folder", _LOCK_SECONDS)
+    logger, lock = world.run_on_all_ranks(partial(_open_folder, plan, world, state.step, start.job))
+
+    begin_stage("starting to read data")
+    with ExitStack() as after_error:  # a notebook may train into the folder when the mistake is corrected
+        if lock is not None:
+            after_error.callback(lock.close)
+        after_error.callback(logger.close)
+        context = build_context(plan, world, state, logger, stop)
+        after_error.pop_all()
+    context.lock = lock
+    own = (context.folder / CHECKPOINTS).resolve()  # which other ranks may see under another name
+    if world.broadcast_object(checkpoint is not None and checkpoint.resolve().parent == own):
+        context.checkpoints.step = state.step  # it need not be saved again
+    return context, [*_warnings(context), *warnings]
+
+
+def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[Logger, RunLock | None]:
+    """Take the run folder's lock, and open the loggers, on rank 0."""
+    if not world.is_rank_zero:
+        return Logger(), None
+    config, derived, folder = plan.config, plan.derived, run_folder(plan.config)
+    try:
+        lock = RunLock(folder, job)
+        clean_up(folder / CHECKPOINTS)
+        length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
+        # Launchers prefix lines with the rank, which would break a progress line rewritten in place.
+        live = world.launcher == "none"
+        logger = RunLogger(folder, length, live=live, settings=config.logging, may_write=lock.check)
+        return logger, lock
+    except OSError as error:
+        raise UserError(
+            f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
+        ) from None
 
 
 def _warnings(context: TrainContext) -> list[str]:

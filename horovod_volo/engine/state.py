@@ -117,6 +117,14 @@ def build_state(
         heads=heads,
         loss_is_scaled=settings.precision == "fp16",
     )
+    matrices: set[str] = set()  # which the optimizer updates otherwise than other parameters
+    if spec.matrix_state_keys:
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        matrices = hidden_matrices(model, heads) & trained
+        if not matrices:
+            raise UserError(
+                f"{settings.model} has no hidden matrices for --opt {update.opt}. Use --opt adamw."
+            )
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.local_parameters,
@@ -124,7 +132,7 @@ def build_state(
         weight_decay=update.weight_decay,
         layers=layer_numbers(model) if update.layer_decay != 1.0 else {},
         layer_decay=update.layer_decay,
-        matrices=_hidden_matrices(config, model, heads),
+        matrices=matrices,
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
     if spec.share is not None:
@@ -142,15 +150,3 @@ def build_state(
     if settings.compile:
         COMPILERS.find("inductor").compile_blocks(model)
     return TrainState(model, heads, reducer, optimizer, spec.state_keys, average, scaler), warnings
-
-
-def _hidden_matrices(config: Config, model: nn.Module, heads: tuple[str, ...]) -> set[str]:
-    """Return the names of the matrices that the optimizer updates otherwise than other parameters."""
-    name = config.update.opt
-    if not OPTIMIZERS.find(name).matrix_state_keys:
-        return set()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    matrices = hidden_matrices(model, heads) & trained
-    if not matrices:
-        raise UserError(f"{config.model.model} has no hidden matrices for --opt {name}. Use --opt adamw.")
-    return matrices

@@ -22,7 +22,8 @@ from horovod_volo.optim.clip import divide
 
 def train_step(run: TrainContext, batches: Iterator[Batch]) -> None:
     """Take one optimizer step on the next micro-batches. Collective: every rank calls this."""
-    state, learner, record = run.state, run.learner, StepRecord(run)
+    state, learner, timer, record = run.state, run.learner, run.progress.timer, StepRecord(run)
+    timer.begin()
     set_lr(state.optimizer, run.lr(state.step))
     for number in range(run.config.update.accumulation):
         batch = next(batches)
@@ -35,9 +36,9 @@ def train_step(run: TrainContext, batches: Iterator[Batch]) -> None:
         record.add(batch, losses)
     record.end_backward()
     learner.train_loader.prepare_next()
-    record.end_own_part()
+    timer.end()  # from here on this rank waits for others
     with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks
-        record.end_exchange()
+        timer.exchanged()
         if state.reducer.statistics.finite or state.scaler.is_enabled():  # the scaler skips the step itself
             state.scaler.unscale_(state.optimizer)
             record.note_gradients()

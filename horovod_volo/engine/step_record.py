@@ -1,4 +1,4 @@
-"""What is noted of a step besides its arithmetic: losses, times, samples, histograms.
+"""What is noted of a step besides its arithmetic: losses, samples, histograms, pictures.
 
 Nothing is changed by it, and it does not wait for the device.
 """
@@ -6,11 +6,10 @@ Nothing is changed by it, and it does not wait for the device.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,7 +26,6 @@ class StepRecord:
         self._run = run
         self._samples, self._in_order = list[int](), list[NDArray[np.int64]]()
         self._statistics = run.state.reducer.statistics
-        run.progress.timer.begin()
 
     def add(self, batch: Batch, losses: Losses) -> None:
         """Note a micro-batch."""
@@ -45,14 +43,6 @@ class StepRecord:
         if run.stop.received:
             self._statistics.ask_to_stop()
 
-    def end_own_part(self) -> None:
-        """Note that from here on the rank waits for others."""
-        self._run.progress.timer.end()
-
-    def end_exchange(self) -> None:
-        """Note that the gradients are averaged."""
-        self._run.progress.timer.exchanged()
-
     def note_gradients(self) -> None:
         """Note the norm of the averaged gradients, and histograms, if this step shows them. Collective."""
         run = self._run
@@ -65,22 +55,16 @@ class StepRecord:
 def log_histograms(run: TrainContext) -> None:
     """Log weights and gradients of each block, before the update; of a sharded optimizer, those of rank 0."""
     run.progress.wants_histograms = False
-    parameters = run.state.reducer.local_parameters
-
-    def weights() -> dict[str, list[Tensor]]:
-        return _by_block({name: parameter.detach() for name, parameter in parameters.items()})
-
-    def gradients() -> dict[str, list[Tensor]]:
-        return _by_block({name: each.grad for name, each in parameters.items() if each.grad is not None})
-
-    with torch.no_grad():
-        run.logger.log_histograms(run.step, "weights", weights)
-        run.logger.log_histograms(run.step, "gradients", gradients)
+    parameters = run.state.reducer.local_parameters.items()
+    weights = [(name, parameter.detach()) for name, parameter in parameters]
+    gradients = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
+    run.logger.log_histograms(run.step, "weights", partial(_by_block, weights))
+    run.logger.log_histograms(run.step, "gradients", partial(_by_block, gradients))
 
 
-def _by_block(tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+def _by_block(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
     found: defaultdict[str, list[Tensor]] = defaultdict(list)
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         found[block_of(name)].append(tensor)
     return found
 
@@ -96,13 +80,9 @@ def with_pictures(context: TrainContext, batches: Iterator[Batch]) -> Iterator[B
     """Yield the micro-batches; if it is time, log pictures of the first before."""
     if is_due(context, context.config.logging.images_every):
         first = next(batches)
-        _log_pictures(context, first)
+        step = context.state.step
+        draw = partial(context.learner.training_pictures, first, step)
+        context.logger.log_pictures(step, "training", draw)
         yield first
-        del first  # its memory is needed for the batches of the epoch
+        del first, draw  # its memory is needed for the batches of the epoch
     yield from batches
-
-
-def _log_pictures(context: TrainContext, batch: Batch) -> None:
-    step = context.state.step
-    draw = partial(context.learner.training_pictures, batch, step)
-    context.logger.log_pictures(step, "training", draw)

@@ -22,6 +22,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.data.ordered_batches import OrderedBatches
 from horovod_volo.monitor.pictures import Picture
 
 MicroBatch = TypeVar("MicroBatch")
@@ -42,20 +43,8 @@ class Batch(Protocol):
         """Return the samples that the epoch's order has here, (batch,); damaged ones were replaced."""
 
 
-class TrainBatches(Protocol):
-    """This rank's micro-batches, of any epoch, from any step on: a pure function of them and of the seed."""
-
-    waited_seconds: float
-    bad_samples: BadSampleTracker
-
-    def batches(self, epoch: int, first_step: int) -> Iterator[Any]:
-        """Yield the micro-batches of an epoch from `first_step` on."""
-
-    def prepare_next(self) -> None:
-        """Prepare the next one, while the caller need not wait for it."""
-
-    def close(self) -> None:
-        """End all threads."""
+# This rank's micro-batches, of any epoch, from any step on: a pure function of them and of the seed.
+TrainBatches = OrderedBatches[Any, Any]
 
 
 class Samples(Protocol):
@@ -88,9 +77,6 @@ class TaskData(Protocol):
 
     def warnings(self, config: Config) -> list[str]:
         """Return warnings about the data."""
-
-    def close(self) -> None:
-        """Close all files."""
 
 
 class Losses(Protocol):

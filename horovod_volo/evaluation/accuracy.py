@@ -22,9 +22,15 @@ from horovod_volo.data.image_decoder import Normalization, decoder_messages, ima
 from horovod_volo.data.images.catalog import ImageList
 from horovod_volo.data.images.split_folder import HeldOut, shortened
 from horovod_volo.data.loader import EvalLoader
-from horovod_volo.engine.accuracy import EvalCounts, PredictionCollector, count_correct, sum_counts
-from horovod_volo.engine.confusions import ClassResult, class_results
-from horovod_volo.engine.shared_catalog import CacheSettings, catalog_folder, shared_catalog
+from horovod_volo.engine.accuracy import (
+    ClassResult,
+    EvalCounts,
+    PredictionCollector,
+    class_results,
+    count_correct,
+    sum_counts,
+)
+from horovod_volo.engine.classification_data import CacheSettings, catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.predictions import load_network
 from horovod_volo.evaluation.task_results import EVALUATIONS, EvalRequest, Evaluated, Progress

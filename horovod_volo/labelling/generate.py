@@ -16,7 +16,7 @@ import torch
 
 from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.core.errors import UserError
-from horovod_volo.engine.shared_catalog import shared_catalog
+from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.labelling.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
 from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, denormalize, load_teacher
 from horovod_volo.token_labels.geometry import WHOLE

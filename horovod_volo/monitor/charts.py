@@ -13,9 +13,7 @@ from typing import Any
 
 from horovod_volo.monitor import event_records
 from horovod_volo.monitor.event_records import band, curves
-from horovod_volo.monitor.logger import RunDescription
-from horovod_volo.monitor.metrics_file import EVALUATION, TRAIN, MetricsRecord, kind_of
-from horovod_volo.monitor.progress import Values
+from horovod_volo.monitor.logger import EVALUATION, TRAIN, MetricsRecord, RunDescription, Values, kind_of
 
 OTHER_AXES = "by_epoch_and_hour"  # the folder of charts whose horizontal axis is not the step
 _BY_EPOCH, _BY_HOUR = "evaluation by epoch", "evaluation by hour"  # their groups

@@ -28,11 +28,11 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 from torch import Tensor
 
+from horovod_volo.monitor.logger import HparamValue
+from horovod_volo.monitor.pictures import Picture
+
 _RGB = 3  # TensorBoard's number of this color space
 _BINS = 30  # what TensorBoard shows: it merges more
-
-HparamValue = bool | float | str
-EncodedPicture = tuple[bytes, int, int]  # PNG, width, height
 
 
 def file_start(first_step: int) -> bytes:
@@ -57,7 +57,7 @@ def text(step: int, tag: str, markdown: str) -> bytes:
     return _event(step, summary=text_pb(tag, markdown))
 
 
-def picture(step: int, tag: str, encoded: EncodedPicture) -> bytes:
+def picture(step: int, tag: str, encoded: Picture) -> bytes:
     """Return a picture."""
     png, width, height = encoded
     image = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)

@@ -20,10 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.monitor.event_records import HparamValue
-from horovod_volo.monitor.logger import FURTHER_LOGGERS, FurtherLogger
-from horovod_volo.monitor.metrics_file import EVALUATION, METRICS, TRAIN, MetricsRecord, kind_of, read_metrics
-from horovod_volo.monitor.progress import Values
+from horovod_volo.monitor.logger import (
+    EVALUATION,
+    FURTHER_LOGGERS,
+    METRICS,
+    TRAIN,
+    FurtherLogger,
+    HparamValue,
+    MetricsRecord,
+    Values,
+    kind_of,
+    read_metrics,
+)
 
 STATE = "loggers.json"  # in the run folder: the runs of services, and what they have
 _PROJECT = "horovod_volo"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME names another

@@ -1,18 +1,35 @@
-"""What the engine logs to: a run's logger on rank 0, and on the other ranks one that writes nothing."""
+"""What the engine logs to, `RunLogger` on rank 0 and elsewhere a `Logger`, which writes nothing; and what is
+logged first of all: metrics.jsonl, with one JSON object per log point and evaluation.
+
+What a resumed run must know of its past, such as the hours of training so far, is read from metrics.jsonl.
+Invariants: what is appended to a file is written in its order, each part once, also after a time in which the
+file could not be written. After a resume, no record later than the resumed step remains.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
-from horovod_volo.monitor.event_records import EncodedPicture, HparamValue
-from horovod_volo.monitor.progress import Values
+
+if TYPE_CHECKING:  # pages about runs read metrics.jsonl, and need neither
+    from torch import Tensor
+
+    from horovod_volo.monitor.pictures import Picture
+
+METRICS = "metrics.jsonl"
+TRAIN, EVALUATION = "train", "evaluation"  # kinds of records
+
+HparamValue = bool | float | str
+MetricsRecord = dict[str, Any]
+Values = dict[str, float | int]
 
 
 @dataclass(frozen=True)
@@ -25,9 +42,7 @@ class RunDescription:
 
 
 class Logger:
-    """What the engine logs to; without a method of its own, a logger writes nothing. What is drawn or counted
-    for a logger is given as a function: only one that writes calls it.
-    """
+    """Writes nothing. What is drawn or counted for a logger is given as a function, which others call."""
 
     def log(self, *lines: str) -> None:
         """Print lines and append them to log.txt. A line break within one, as in a name, is escaped."""
@@ -53,7 +68,7 @@ class Logger:
     def log_text(self, step: int, name: str, markdown: str) -> None:
         """Log a text to TensorBoard alone."""
 
-    def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, EncodedPicture]]) -> None:
+    def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, Picture]]) -> None:
         """Log pictures by name to TensorBoard alone."""
 
     def log_histograms(
@@ -72,10 +87,6 @@ class Logger:
 
     def close(self) -> None:
         """Flush and close files."""
-
-
-class NullLogger(Logger):
-    """Logger of the ranks that write nothing."""
 
 
 class FurtherLogger:
@@ -112,3 +123,66 @@ def check_packages(names: Sequence[str]) -> None:
                 f"--log-to {name} needs the package {package}. Install it with "
                 f"pip install 'horovod_volo[{package}]', or drop --log-to {name}."
             )
+
+
+class AppendedFile:
+    """A file that is appended to. What cannot be written now is kept, and written with what comes next."""
+
+    def __init__(self, path: Path, header: bytes = b"") -> None:
+        """`header` is what a new file begins with."""
+        self.path, self._header = path, header
+        self._kept = bytearray()
+
+    @property
+    def lacks(self) -> int:
+        """Return the number of bytes that are not in the file yet."""
+        return len(self._kept)
+
+    def append(self, content: bytes) -> None:
+        """Append; raise OSError if that is not possible now. A file that was removed is made again."""
+        self._kept += content
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            if not file.tell():
+                self._kept[:0] = self._header
+            while self._kept:
+                del self._kept[: file.write(self._kept)]
+
+
+def read_metrics(path: Path) -> list[MetricsRecord]:
+    """Read the records of a file, without lines that are damaged; none where there is no file."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [record for line in lines if (record := _parsed(line)) is not None]
+
+
+def kind_of(record: MetricsRecord) -> str:
+    """Return whether a record is of a log point of training or of an evaluation."""
+    return TRAIN if "lr" in record else EVALUATION
+
+
+def drop_records_after(path: Path, step: int) -> None:
+    """Remove the records of steps later than `step`, which will be trained again, and damaged lines."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines()
+    kept = [line for line in lines if (record := _parsed(line)) is not None and record["step"] <= step]
+    with atomic_write(path) as file:
+        file.writelines(line + b"\n" for line in kept)
+
+
+def last_values(path: Path) -> MetricsRecord:
+    """Return the last value of each metric so far."""
+    found: MetricsRecord = {}
+    for record in read_metrics(path):
+        found |= record
+    return found
+
+
+def _parsed(line: bytes) -> MetricsRecord | None:
+    """Return a line's record; None for a line that was written in part, or damaged."""
+    try:
+        record: Any = json.loads(line)
+        float(record["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record if isinstance(record, dict) else None

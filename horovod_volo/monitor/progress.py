@@ -11,22 +11,19 @@ import sys
 import time
 from dataclasses import dataclass
 
+from horovod_volo.monitor.logger import Values
+
 _SECONDS_BETWEEN_LINES = 30.0
 _SECONDS_BETWEEN_REWRITES = 0.2  # of one operation; a run's line:
 _SECONDS_BETWEEN_STEPS = 1.0
-_BAR_WIDTH = 20
 _STEPS_TO_MEASURE = 3  # after the first one
-
-Values = dict[str, float | int]
 
 
 class ThroughputLine:
     """Progress of one long operation on stderr: items done, items per second and time left."""
 
     def __init__(self, unit: str, *, shown: bool = True) -> None:
-        self._unit = unit
-        self._shown = shown
-        self._live = sys.stderr.isatty()
+        self._unit, self._shown, self._live = unit, shown, sys.stderr.isatty()
         self._start: tuple[float, int] | None = None  # time and `done` of the first call
         self._last_shown = 0.0
 
@@ -44,11 +41,10 @@ class ThroughputLine:
         if seconds and items:
             rate = items / seconds
             line += f", {rate:,.0f} per second, {_duration((total - done) / rate)} left"
-        if not self._live:
+        if self._live:
+            print(f"\r{line:<78}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
+        else:
             print(line, file=sys.stderr, flush=True)
-            return
-        line = f"{_bar(done / total)} {line}" if total else line
-        print(f"\r{line:<78}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,7 @@ class TrainingProgress:
     """
 
     def __init__(self, length: RunLength, *, live: bool = True) -> None:
-        self._length = length
-        self._live = live and sys.stdout.isatty()
+        self._length, self._live = length, live and sys.stdout.isatty()
         self._width = 0  # characters of the line that is being rewritten
         self._start = self._last_shown = self._mark = time.monotonic()
         self._since_evaluation: float | None = None  # when the evaluation under way began
@@ -119,7 +114,7 @@ class TrainingProgress:
                 self._start = now
         elif self._is_time(now):
             left = _duration((now - self._since_evaluation) / max(done, 1) * (total - done))
-            self.show(f"evaluating {_bar(done / total)} {done:,}/{total:,} images, {left} left")
+            self.show(f"evaluating {done:,}/{total:,} images, {left} left")
 
     def format(self, step: int, values: Values) -> str:
         """Format a log point."""
@@ -158,11 +153,6 @@ class TrainingProgress:
         if self._width:
             print(flush=True)
             self._width = 0
-
-
-def _bar(fraction: float) -> str:
-    filled = round(_BAR_WIDTH * fraction)
-    return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}]"
 
 
 def _duration(seconds: float) -> str:

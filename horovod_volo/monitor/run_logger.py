@@ -22,17 +22,20 @@ from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.monitor import event_records
 from horovod_volo.monitor.charts import OTHER_AXES, Board, all_other_axes, description_events
-from horovod_volo.monitor.event_records import EncodedPicture
-from horovod_volo.monitor.logger import FURTHER_LOGGERS, Logger, RunDescription
-from horovod_volo.monitor.metrics_file import (
+from horovod_volo.monitor.logger import (
     EVALUATION,
+    FURTHER_LOGGERS,
     METRICS,
     TRAIN,
     AppendedFile,
+    Logger,
+    RunDescription,
+    Values,
     drop_records_after,
     read_metrics,
 )
-from horovod_volo.monitor.progress import RunLength, TrainingProgress, Values
+from horovod_volo.monitor.pictures import Picture
+from horovod_volo.monitor.progress import RunLength, TrainingProgress
 
 _FORMER_FOLDER = "tensorboard"  # where earlier versions had the events
 
@@ -40,18 +43,23 @@ _FORMER_FOLDER = "tensorboard"  # where earlier versions had the events
 class RunLogger(Logger):
     """Logger of rank 0: appends to the files of a run folder after the first step of `length`.
 
-    `live` rewrites the progress line in place on a terminal. A file that cannot be written, because the disk
-    is full or the folder is gone, does not end the run: what it lacks is kept, and written when that is
-    possible.
+    `live` rewrites the progress line in place on a terminal; `may_write` raises UserError if this process
+    must not write. A file that cannot be written, because the disk is full or the folder is gone, does not
+    end the run: what it lacks is kept, and written when that is possible.
     """
 
     def __init__(
-        self, folder: Path, length: RunLength, *, live: bool = True, settings: Logging | None = None
+        self,
+        folder: Path,
+        length: RunLength,
+        *,
+        live: bool = True,
+        settings: Logging | None = None,
+        may_write: Callable[[], object] = lambda: None,
     ) -> None:
         """Open the files; raise OSError if that is not possible."""
-        self.may_write: Callable[[], object] = lambda: None  # raises UserError if this process must not write
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder, self._may_write = folder, may_write
         drop_records_after(folder / METRICS, length.first_step)
         _adopt_earlier_events(folder)
         earlier = read_metrics(folder / METRICS)
@@ -76,7 +84,7 @@ class RunLogger(Logger):
         self._append(self._log, "".join(f"{escape_controls(line)}\n" for line in lines).encode())
 
     def write_file(self, name: str, content: str) -> None:
-        self.may_write()
+        self._may_write()
         try:
             with atomic_write(self._folder / name) as file:
                 file.write(content.encode())
@@ -106,7 +114,7 @@ class RunLogger(Logger):
     def log_text(self, step: int, name: str, markdown: str) -> None:
         self._append(self._events, event_records.text(step, name, markdown))
 
-    def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, EncodedPicture]]) -> None:
+    def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, Picture]]) -> None:
         for name, picture in draw().items():
             self._append(self._events, event_records.picture(step, f"{group}/{name}", picture))
 
@@ -164,7 +172,7 @@ class RunLogger(Logger):
                 self.log(f"warning: {problem}. Training goes on.")
 
     def _append(self, file: AppendedFile, content: bytes) -> None:
-        self.may_write()
+        self._may_write()
         try:
             file.append(content)
         except OSError as error:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.engine.confusions import CONFUSIONS
+from horovod_volo.engine.accuracy import CONFUSIONS
 from horovod_volo.models.pretrained import SETTINGS_OF_RUN
-from horovod_volo.monitor.metrics_file import METRICS, TRAIN, MetricsRecord, kind_of, read_metrics
+from horovod_volo.monitor.logger import METRICS, TRAIN, MetricsRecord, kind_of, read_metrics
 
 Record = dict[str, float]  # finite numbers by name
 

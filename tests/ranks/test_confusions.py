@@ -1,6 +1,4 @@
-"""The worst classes are the same on any number of ranks, and rank 0 alone writes them."""
-
-import json
+"""The worst classes are the same on any number of ranks."""
 
 from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import ranks_of
@@ -15,11 +13,7 @@ def test_confusions_do_not_depend_on_the_number_of_ranks(tmp_path):
         for ranks, start in starts.items()
     }
     first = results[1][0]
-    found = json.loads(first["files"]["confusions.json"])
-    assert found["step"] == 7
-    assert found["images"] == 33 - 6
-    assert len(found["worst"]) > 5
+    assert first["confusions"]["images"] == 33 - 6
+    assert len(first["confusions"]["worst"]) > 5
     assert first["pictures"]["worst_confusions"].startswith(b"\x89PNG")
-    for of_ranks in results.values():
-        assert of_ranks[0] == first
-        assert all(other == {"files": {}, "pictures": {}} for other in of_ranks[1:])
+    assert all(of_rank == first for of_ranks in results.values() for of_rank in of_ranks)

@@ -9,8 +9,8 @@ import torch
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.engine.accuracy import PredictionCollector
-from horovod_volo.engine.confusions import ConfusionRecorder
+from horovod_volo.engine.accuracy import PredictionCollector, find_confusions
+from horovod_volo.engine.pictures import draw_confusions
 
 BATCH = 4
 
@@ -31,13 +31,10 @@ def main() -> None:
     for indices in np.split(own, range(BATCH, len(own), BATCH)):
         batch = EvalBatch(torch.empty(0), torch.from_numpy(targets[indices].astype(np.int64)), indices)
         collector.add(batch, torch.from_numpy(classes[indices]), torch.from_numpy(shares[indices]))
-    recorder = ConfusionRecorder(catalog if world.is_rank_zero else None)
-    recorder.add(*collector.gather(world, len(catalog)))
+    confusions = find_confusions(catalog, *collector.gather(world, len(catalog)))
+    pictures = draw_confusions(catalog, confusions)
     torch.save(
-        {
-            "files": dict(recorder.files(7)),
-            "pictures": {name: each.png for name, each in recorder.pictures().items()},
-        },
+        {"confusions": confusions, "pictures": {name: each.png for name, each in pictures.items()}},
         options.out / f"rank_{world.rank}.pt",
     )
 

@@ -11,8 +11,8 @@ import torch
 from horovod_volo.cluster.entry import connect_once
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.callbacks import Callback
+from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.remote.remote_catalog import CacheSettings
 from horovod_volo.trainer import Trainer
 

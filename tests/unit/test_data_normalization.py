@@ -17,8 +17,8 @@ from horovod_volo.config.schema import Config, Model, Run
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION, Normalization
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.engine.classification import build_loaders
 from horovod_volo.engine.classification_data import Images
-from horovod_volo.engine.classification_learner import build_loaders
 from horovod_volo.models.weights_header import statistics_of_weights
 
 SIDE = 32

@@ -28,7 +28,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.catalog_file import CatalogEntry
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.engine.shared_catalog import cache_warnings, shared_catalog
+from horovod_volo.engine.classification_data import cache_warnings, shared_catalog
 from horovod_volo.pack import main
 from horovod_volo.remote import remote_folder
 from horovod_volo.remote.remote_catalog import CacheSettings, RemoteCatalog

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from horovod_volo.build_horovod import BUILD_SCRIPT
+from horovod_volo.cluster.collectives import load_horovod
 from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.cluster.world import World

@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import small_run
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.recipe import assemble
-from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine import loop
 from horovod_volo.engine.checkpoint import saving
-from horovod_volo.engine.checkpoint.files import find_checkpoint, read_tensors
-from horovod_volo.engine.checkpoint.writer import CheckpointWriter
+from horovod_volo.engine.checkpoint.files import CheckpointWriter, find_checkpoint, read_tensors
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.setup import setup
@@ -30,11 +27,7 @@ STEPS = 5  # of an epoch
 @pytest.fixture
 def context(tmp_path: Path) -> Iterator[TrainContext]:
     """Return a run of one epoch that saves after its second and after its last step."""
-    make_demo_set(tmp_path / "images", train=4 * STEPS, val=10)
-    settings: dict[str, Any] = {"model": "volo_demo", "img_size": 32, "batch_size": 4, "epochs": 1}
-    settings |= {"warmup_epochs": 0, "cooldown_epochs": 0, "log_every": 1, "workers": 1}
-    places = {"data_dir": str(tmp_path / "images"), "output": str(tmp_path / "runs"), "name": "run"}
-    config: Config = assemble(settings | places | {"checkpoint_every": 2}, fallback_name="run")
+    config = small_run(tmp_path, train=4 * STEPS, checkpoint_every=2)
     built, _ = setup(config, World.single(), StopRequest())
     yield built
     built.close()

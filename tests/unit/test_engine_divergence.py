@@ -6,10 +6,10 @@ from contextlib import closing
 
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config
 from horovod_volo.engine.divergence import note_value
-from horovod_volo.monitor.logger import NullLogger
+from horovod_volo.monitor.logger import Logger
 
 
-class LinesLogger(NullLogger):
+class LinesLogger(Logger):
     """Keeps the lines of the log."""
 
     def __init__(self) -> None:

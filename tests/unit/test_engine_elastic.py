@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from small_runs import small_run
 
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weights
 from horovod_volo.cluster.collectives import Collectives, RankLostError
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import AllRanksError, World
-from horovod_volo.config.recipe import assemble
 from horovod_volo.config.schema import Config
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.run import ElasticRun, Reached, describe
 from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.files import write_checkpoint
@@ -56,15 +55,11 @@ def test_the_rank_that_has_come_furthest_is_found() -> None:
     assert text == "formed again (2): 3 ranks (2 on a, 1 on b) go on after step 8"
 
 
-def test_a_new_run_has_nobody_to_go_on_from() -> None:
-    elastic = ElasticRun(job=None)  # type: ignore[arg-type]
-    assert elastic.find_newest(World(size=3, collectives=OtherRanks(None, None))) is None
-    assert not elastic.resumes
-
-
 def test_a_newcomer_learns_that_the_run_had_begun() -> None:
     """As when a rank is lost while a checkpoint is loaded: rank 0 selects it, and may be a newcomer."""
     elastic = ElasticRun(job=None)  # type: ignore[arg-type]
+    assert elastic.find_newest(World(size=3, collectives=OtherRanks(None, None))) is None
+    assert not elastic.resumes  # a new run
     assert elastic.find_newest(World(size=3, collectives=OtherRanks(None, None, began=True))) is None
     assert elastic.resumes
     assert elastic.find_newest(World.single()) is None  # the others are lost before the run goes on
@@ -148,11 +143,7 @@ def test_an_error_in_a_callback_outlives_the_ranks_of_its_step(tmp_path: Path) -
             if run.step == 2:
                 raise RankLostError
 
-    make_demo_set(tmp_path / "images", train=16, val=10)
-    settings: dict[str, Any] = {"model": "volo_demo", "img_size": 32, "batch_size": 4, "epochs": 1}
-    settings |= {"warmup_epochs": 0, "cooldown_epochs": 0, "workers": 1, "name": "run"}
-    settings |= {"data_dir": str(tmp_path / "images"), "output": str(tmp_path)}
-    config, stop = assemble(settings, fallback_name=""), StopRequest()
+    config, stop = small_run(tmp_path, train=16), StopRequest()
     elastic = ElasticRun(SimpleNamespace(name="job", hosts_changed=False))  # type: ignore[arg-type]
     own = [FailsOnce(), LosesRankOnce()]
 
@@ -164,7 +155,7 @@ def test_an_error_in_a_callback_outlives_the_ranks_of_its_step(tmp_path: Path) -
             elastic.train(config, World.single(), watchdog, train)
         with pytest.raises(AllRanksError, match="FailsOnce failed in step_done: ZeroDivisionError"):
             elastic.train(config, World.single(), watchdog, train)
-    assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir()
+    assert (tmp_path / "runs" / "run" / "checkpoints" / "step_00000003").is_dir()
 
 
 def test_the_state_of_the_last_complete_step_is_kept() -> None:

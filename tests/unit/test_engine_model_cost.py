@@ -32,7 +32,7 @@ def test_the_cost_of_a_network_is_that_of_its_blocks() -> None:
 
 @pytest.mark.parametrize(
     ("model", "side", "gflop"),
-    [("volo_d1", 224, 41.5), ("volo_d3", 224, 124.4), ("volo_d5", 224, 433.8), ("volo_d5", 512, 2547.0)],
+    [("volo_d1", 224, 41.5), ("volo_d5", 512, 2547.0)],
 )
 def test_forward_and_backward_take_what_was_counted_layer_by_layer(
     model: str, side: int, gflop: float
@@ -85,14 +85,12 @@ def test_operations_that_cannot_be_counted_are_not_invented(
 @pytest.mark.parametrize(
     ("gpu", "precision", "tflops"),
     [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989),
         ("NVIDIA H100 PCIe", "fp16", 756),
         ("NVIDIA A100-SXM4-40GB", "tf32", 156),
         ("Tesla V100-SXM2-16GB", "fp16", 125),
         ("Tesla V100-SXM2-16GB", "bf16", 0),
         ("NVIDIA A1000", "bf16", 0),
         ("NVIDIA GeForce RTX 4090 D", "bf16", 0),
-        ("A GPU of the future", "bf16", 0),
     ],
 )
 def test_peaks_are_those_of_known_gpus(gpu: str, precision: str, tflops: float) -> None:

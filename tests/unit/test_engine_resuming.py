@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import small_run
 
 from horovod_volo.cluster.world import AllRanksError, World
-from horovod_volo.config.recipe import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger import check_ledger
@@ -30,19 +30,14 @@ Start = Callable[..., tuple[TrainContext, list[str]]]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Return a function that sets up a run of three steps; it saves after each and evaluates at the end."""
-    make_demo_set(tmp_path / "images", train=12, val=10)
-    settings: dict[str, Any] = {"model": "volo_demo", "img_size": 32, "batch_size": 4, "epochs": 1}
-    settings |= {"warmup_epochs": 0, "cooldown_epochs": 0, "log_every": 1, "workers": 1}
-    settings |= {"checkpoint_every": 1, "keep_checkpoints": 3, "name": "run"}
-    settings |= {"data_dir": str(tmp_path / "images"), "output": str(tmp_path / "runs")}
+    settings: dict[str, Any] = {"checkpoint_every": 1, "keep_checkpoints": 3}
+    small_run(tmp_path)  # draws the images
     started: list[TrainContext] = []
 
     def set_up(**changes: object) -> tuple[TrainContext, list[str]]:
         while started:  # only one run at a time has the folder
             started.pop().close()
-        context, warnings = setup(
-            assemble(settings | changes, fallback_name=""), World.single(), StopRequest()
-        )
+        context, warnings = setup(small_run(tmp_path, **settings | changes), World.single(), StopRequest())
         started.append(context)
         return context, warnings
 

@@ -17,7 +17,7 @@ from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
-from horovod_volo.engine.confusions import class_results
+from horovod_volo.engine.accuracy import class_results
 from horovod_volo.evaluation.accuracy import held_out_by
 from horovod_volo.evaluation.imagenet import count_real, list_numbered, numbered_catalog, read_real
 

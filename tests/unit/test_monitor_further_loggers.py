@@ -16,9 +16,8 @@ from horovod_volo.config.schema import Logging
 from horovod_volo.config.validation import loggers
 from horovod_volo.core.errors import UserError
 from horovod_volo.monitor import further_loggers
-from horovod_volo.monitor.event_records import HparamValue
 from horovod_volo.monitor.further_loggers import STATE, ServiceLogger, WandbLogger
-from horovod_volo.monitor.logger import FURTHER_LOGGERS, RunDescription, check_packages
+from horovod_volo.monitor.logger import FURTHER_LOGGERS, HparamValue, RunDescription, check_packages
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 

@@ -30,21 +30,12 @@ def meter() -> LossMeter:
     return LossMeter(("total", "class_loss"), CPU, WaitedSeconds())
 
 
-def test_many_small_values_are_not_lost_beside_a_large_one() -> None:
-    losses = meter()
-    losses.add((torch.tensor(2.0**24), torch.tensor(0.5)))
-    for _ in range(100):
-        losses.add((torch.tensor(0.25), torch.tensor(0.5)))
-    assert losses.sums() == {"total": 2.0**24 + 25, "class_loss": 50.5, "finite": 101.0}
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_values_of_any_precision(dtype: torch.dtype) -> None:
-    losses = meter()
-    for _ in range(3):
-        losses.add((torch.tensor(0.5, dtype=dtype), torch.tensor(60000.0, dtype=dtype)))
-    class_loss = 3 * float(torch.tensor(60000.0, dtype=dtype))
-    assert losses.sums() == {"total": 1.5, "class_loss": class_loss, "finite": 3.0}
+def test_small_values_are_not_lost_beside_large_ones(dtype: torch.dtype) -> None:
+    losses, large = meter(), torch.tensor(2.0**15, dtype=dtype)
+    for value in (*[large] * 512, *[torch.tensor(0.25, dtype=dtype)] * 100):
+        losses.add((value, torch.tensor(0.5)))
+    assert losses.sums() == {"total": 2.0**24 + 25, "class_loss": 306.0, "finite": 612.0}
 
 
 @pytest.mark.parametrize("values", [("nan", "inf"), ("nan", "1"), ("1", "-inf")])
@@ -136,9 +127,3 @@ def test_a_straggler_is_named_at_the_second_log_point_and_once() -> None:
 def test_noise_is_not_named(log_points: list[list[float]]) -> None:
     ranks = StragglerFinder(["red", "green", "blue"])
     assert not any(ranks.find([OwnTime(seconds) for seconds in times]) for times in log_points)
-
-
-def test_of_two_ranks_the_slower_one_is_named() -> None:
-    ranks = StragglerFinder(["red", "green"])
-    assert not ranks.find([OwnTime(0.1), OwnTime(0.2)])
-    assert "rank 1 on green" in str(ranks.find([OwnTime(0.1), OwnTime(0.2)]))

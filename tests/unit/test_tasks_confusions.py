@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from horovod_volo.bench.synthetic import SyntheticRun, bench_config, learner_of
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.engine.accuracy import PredictionCollector
-from horovod_volo.engine.confusions import (
-    WORST_CLASSES,
-    WRONG_IMAGES,
-    ConfusionRecorder,
-    draw_confusions,
-    find_confusions,
-)
+from horovod_volo.engine import classification
+from horovod_volo.engine.accuracy import WORST_CLASSES, WRONG_IMAGES, PredictionCollector, find_confusions
+from horovod_volo.engine.pictures import draw_confusions
 from tests.gpu.synchronisation import RefuseSynchronisation
 
 
@@ -114,21 +111,17 @@ def test_collecting_does_not_wait_for_the_device() -> None:
     assert collector.done == 300
 
 
-def test_the_better_weights_of_a_step_are_recorded() -> None:
-    images = NumberedImages(("a", "b"), np.array([0, 0, 1, 1], np.int32))
-    recorder = ConfusionRecorder(images)
-    assert recorder.files(0) == {}
-    shares = np.ones(4, np.float32)
-    half, most, none = (np.array(each) for each in ([0, 1, 1, 0], [0, 0, 1, 0], [1, 1, 0, 0]))
-    for predictions in (half, most, half):
-        recorder.add(predictions, shares)
-    assert json.loads(recorder.files(5)["confusions.json"])["top1"] == 75
-    recorder.add(none, shares)  # a later step, which is worse
-    found = json.loads(recorder.files(6)["confusions.json"])
-    assert (found["step"], found["top1"]) == (6, 0)
-    silent = ConfusionRecorder(None)
-    silent.add(half, shares)
-    assert (silent.files(5), silent.pictures()) == ({}, {})
+def test_the_better_weights_of_a_step_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([50, 75, 50, 0])
+    monkeypatch.setattr(classification, "count_correct", lambda *_: torch.tensor([0.0, 0, 0, 2, 0]))
+    monkeypatch.setattr(classification, "find_confusions", lambda *_: {"top1": next(scores)})
+    with closing(SyntheticRun(bench_config(model="volo_demo", img_size=32, batch_size=2))) as run:
+        learner = learner_of(run.context)
+        assert learner.files(0) == {}
+        for evaluations, step, best in ((3, 5, 75), (1, 6, 0)):
+            for _ in range(evaluations):
+                learner.evaluate(run.context.model, lambda _: None)
+            assert json.loads(learner.files(step)["confusions.json"]) == {"step": step, "top1": best}
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +134,13 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
 def test_the_picture_leaves_out_what_cannot_be_read(drawn: Catalog) -> None:
     predictions = (drawn.targets.astype(np.int64) + 1) % 10
     confusions = find_confusions(drawn, predictions, np.linspace(0, 1, 40, dtype=np.float32))
-    sheet = draw_confusions(drawn, confusions)
-    assert sheet is not None
+    sheet = draw_confusions(drawn, confusions)["worst_confusions"]
     first, second = confusions["worst"][:2]
     for each in first["wrong"]:
         Path(each["location"]).unlink()
     Path(second["wrong"][0]["location"]).write_bytes(b"not an image")
-    smaller = draw_confusions(drawn, confusions)
-    assert smaller is not None
-    assert smaller.height < sheet.height
-    assert draw_confusions(drawn, confusions | {"worst": [first]}) is None
+    assert draw_confusions(drawn, confusions)["worst_confusions"].height < sheet.height
+    assert draw_confusions(drawn, confusions | {"worst": [first]}) == {}
     right = find_confusions(drawn, drawn.targets.astype(np.int64), np.ones(40, np.float32))
     assert right["worst"] == []
-    assert draw_confusions(drawn, right) is None
+    assert draw_confusions(drawn, right) == {}

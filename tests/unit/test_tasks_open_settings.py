@@ -27,27 +27,27 @@ def chosen(*flags: str, images: int = 4000, ranks: int = 1, device: DeviceFacts 
     return resolve(choose_settings(config, images, ranks, device), ranks)
 
 
-def test_a_cpu_takes_the_small_network() -> None:
-    config = chosen()
-    assert (config.model.model, config.model.img_size, config.run.name) == ("volo_demo", 64, "flowers")
-    assert config.update.epochs * 4000 <= 100_000
-    assert "no GPU and 4,000 images" in config.chosen
-
-
 @pytest.mark.parametrize(
-    ("device", "precision", "batch"), [(SMALL, "bf16", 32), (LARGE, "bf16", 128), (OLD, "fp16", 128)]
+    ("device", "expected"),
+    [
+        (CPU, ("volo_demo", 64, "fp32", 16)),
+        (SMALL, ("volo_d1", 224, "bf16", 32)),
+        (LARGE, ("volo_d1", 224, "bf16", 128)),
+        (OLD, ("volo_d1", 224, "fp16", 128)),
+    ],
 )
-def test_a_gpu_takes_volo_d1_in_an_arithmetic_and_a_batch_that_it_has(
-    device: DeviceFacts, precision: str, batch: int
+def test_a_device_takes_a_network_an_arithmetic_and_a_batch_that_it_has(
+    device: DeviceFacts, expected: tuple[str, int, str, int]
 ) -> None:
     config = chosen(images=100_000, device=device)
     found = (config.model.model, config.model.img_size, config.model.precision, config.data.batch_size)
-    assert found == ("volo_d1", 224, precision, batch)
+    assert found == expected
+    assert "100,000 images" in config.chosen
 
 
 @pytest.mark.parametrize("device", [CPU, LARGE])
-@pytest.mark.parametrize("images", [7, 100, 5_000, 1_281_167])
-@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("images", [7, 5_000, 1_281_167])
+@pytest.mark.parametrize("ranks", [1, 5])
 def test_every_choice_is_a_run_whose_learning_rates_are_those_of_its_batch(
     device: DeviceFacts, images: int, ranks: int
 ) -> None:
@@ -122,15 +122,11 @@ def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:
     ("flags", "epochs", "warmup", "cooldown"),
     [
         ("--epochs 1", 1, 0, 0),
-        ("--epochs 3", 3, 1, 0),
-        ("--epochs 5", 5, 1, 0),
         ("--epochs 30", 30, 2, 0),
         ("--epochs 400", 400, 20, 0),
         ("--epochs 300", 300, 20, 10),  # the published ones
         ("--epochs 30 --warmup-epochs 5", 30, 5, 10),  # a published command line
-        ("--epochs 30 --cooldown-epochs 3", 30, 2, 3),
         ("--epochs 30 --sched one-cycle", 30, 20, 0),  # which has no warm-up
-        ("--recipe demo --epochs 4", 4, 1, 0),
         ("--recipe volo_d1_384 --epochs 30", 30, 5, 10),  # as in the recipe
         ("--recipe volo_d1_384 --epochs 12", 12, 2, 0),
     ],

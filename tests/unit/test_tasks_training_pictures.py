@@ -13,7 +13,7 @@ from torch import nn
 from horovod_volo.config.command_line import build_config
 from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION
-from horovod_volo.engine.training_pictures import draw_batch
+from horovod_volo.engine.pictures import draw_batch
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import NO_BOX
 

@@ -208,7 +208,6 @@ def test_a_thread_trains_and_a_callback_reads_the_run_and_stops_it(images: Path,
     seen: dict[str, Any] = {}
 
     def look(run: TrainContext) -> None:
-        run.log("seen by a callback")
         seen.update(epoch=run.epoch, total=run.total_steps, folder=run.folder, rank=run.world.rank)
         seen.update(parameters=sum(each.numel() for each in run.model.parameters()), name=run.config.run.name)
         run.request_stop()
@@ -222,7 +221,6 @@ def test_a_thread_trains_and_a_callback_reads_the_run_and_stops_it(images: Path,
     assert [(result.finished, result.step) for result in results] == [(False, 3)]
     expected = {"epoch": 0.4, "total": 10, "folder": trainer.folder, "rank": 0, "name": "run"}
     assert seen == expected | {"parameters": 531_484}
-    assert "seen by a callback\n" in (trainer.folder / "log.txt").read_text()
 
 
 def test_an_error_in_a_callback_is_one_error_with_its_cause(images: Path, tmp_path: Path) -> None:
@@ -317,13 +315,11 @@ def test_a_profile_ends_with_the_run(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="AtStep failed in step_done"):
         failing.fit()
     assert not torch.autograd._profiler_enabled()
-    assert not (failing.folder / "profile").exists()
-
-    shorter = Trainer(images, name="shorter", output=tmp_path, **settings)
-    assert not shorter.fit().finished
-    assert [folder.name for folder in (shorter.folder / "profile").iterdir()] == ["steps_2-3"]
-    assert "on rank 0 (steps 2 to 3): " in (shorter.folder / "log.txt").read_text()
-
-    none = Trainer(images, name="none", output=tmp_path, **SETTINGS | {"stop_at_step": 3, "profile": "11:12"})
-    assert not none.fit().finished
-    assert not (none.folder / "profile").exists()
+    for name, steps, folders in (
+        ("failing", "", []),
+        ("shorter", "2:9", ["steps_2-3"]),
+        ("none", "11:12", []),
+    ):
+        if steps:
+            Trainer(images, name=name, output=tmp_path, **settings | {"profile": steps}).fit()
+        assert [folder.name for folder in (tmp_path / name).glob("profile/*")] == folders

@@ -1,5 +1,3 @@
-"""Checkpoints of the training state, and how a run resumes from one.
-
-`engine/loop.py` calls `saving`, `engine/run.py` calls `resuming`. `files` is the format on disk; `metadata`
-holds the settings that a resumed run must share. `engine/state.py` says which tensors are in which file.
+"""Checkpoints of the training state: `files` is their format on disk and how one is written, the loop calls
+`saving`, and the set-up calls `resuming`. `engine/state.py` says which tensors are in which file.
 """

@@ -5,17 +5,22 @@ SHA-256 of each tensor file, and a checksum of `state.json` itself.
 Invariant: a checkpoint is complete or absent. It is written into a hidden folder, flushed to disk and
 renamed; the links are replaced atomically. One that is replaced stays beside it until then, as `.replaced`.
 What a killed process leaves is cleaned up once, when the next one has the lock of the run folder.
+
+`CheckpointWriter` writes on a thread of its own: checksums and flushes take seconds for a large model.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -203,3 +208,63 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, 
     path.chmod(path.parent.stat().st_mode & 0o666)  # the usual permissions: safetensors makes files private
     flush(path)
     return file_sha256(path)
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time. Every rank has one; only rank 0's copies and writes."""
+
+    def __init__(self) -> None:
+        self.step = -1  # of the last checkpoint that was begun, on every rank
+        self._copies: StateDicts = {}  # kept for the next checkpoint
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[Sequence[str]] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Return whether the checkpoint under way could not be written."""
+        return self._writing is not None and self._writing.done() and self._writing.exception() is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint was begun whose end nobody has waited for."""
+        return self._writing is not None
+
+    def begin(self, tensors: StateDicts, write: Callable[[StateDicts], Sequence[str]]) -> None:
+        """Copy the tensors, and let `write` write the copies; `wait` must have been called since the last."""
+        assert self._writing is None
+        copies = self._copied(tensors)
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = self._thread.submit(write, copies)
+
+    def done_within(self, seconds: float) -> bool:
+        """Wait for the checkpoint under way, at most so long; return whether none is left."""
+        return self._writing is None or bool(wait_for([self._writing], seconds).done)
+
+    def wait(self) -> Sequence[str]:
+        """Wait until the checkpoint is on disk; return warnings of the function that wrote it, or raise."""
+        writing, self._writing = self._writing, None
+        return () if writing is None else writing.result()
+
+    def close(self) -> None:
+        """Wait for the thread, and end it."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    @torch.no_grad()
+    def _copied(self, tensors: StateDicts) -> StateDicts:
+        # A copy of its own for each: batch-norm statistics are views of one flat tensor, and safetensors
+        # refuses to store views. A GPU copies to pinned memory without the host.
+        copies: dict[str, dict[str, Tensor]] = {}
+        on_gpu = False
+        for file, of_file in tensors.items():
+            copies[file] = {}
+            for name, tensor in of_file.items():
+                copy = self._copies.get(file, {}).get(name)
+                if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copies[file][name] = copy.copy_(tensor, non_blocking=True)
+                on_gpu |= tensor.is_cuda
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        self._copies = copies
+        return copies

@@ -37,42 +37,30 @@ def checkpoint_to_resume(config: Config, world: World, task: Task, train: Sample
 
     Its metadata are checked against the settings here, before a model is built.
     """
-    return world.run_on_rank_zero(partial(_select_and_check, config, world.size, task, train))
+    return world.run_on_rank_zero(partial(_select, config, world.size, task, train))
 
 
-def _select_and_check(config: Config, ranks: int, task: Task, train: Samples) -> Path | None:
-    checkpoint = _select(config)
-    if checkpoint:
-        current = run_metadata(config, derive(config, ranks=ranks, images=len(train)), task, train)
-        check_metadata(read_metadata(checkpoint), current, checkpoint, ranks)
-    return checkpoint
-
-
-def _select(config: Config) -> Path | None:
-    folder = run_folder(config)
-    if config.run.resume == "auto":
-        return find_checkpoint(str(folder)) if has_checkpoint(folder) else None
-    if config.run.resume:
-        checkpoint = find_checkpoint(config.run.resume)
-        _check_continues(folder, checkpoint)
-        return checkpoint
-    if has_checkpoint(folder):
-        raise UserError(
-            f"{folder} already holds a run. Add --resume auto to continue it, or give this run another "
-            "--name."
-        )
-    return None
-
-
-def _check_continues(folder: Path, checkpoint: Path) -> None:
-    """Raise UserError if the run folder holds checkpoints of another run, or later ones of this run."""
-    if has_checkpoint(folder):
-        newest = find_checkpoint(str(folder))
-        if newest.resolve() != checkpoint.resolve():
+def _select(config: Config, ranks: int, task: Task, train: Samples) -> Path | None:
+    folder, resume = run_folder(config), config.run.resume
+    if not resume:
+        if has_checkpoint(folder):
             raise UserError(
-                f"{folder} already holds a run up to {newest.name}, which does not continue {checkpoint}. "
-                "Give this run another --name, or delete that run's later checkpoints."
+                f"{folder} already holds a run. Add --resume auto to continue it, or give this run another "
+                "--name."
             )
+        return None
+    newest = find_checkpoint(str(folder)) if has_checkpoint(folder) else None
+    checkpoint = newest if resume == "auto" else find_checkpoint(resume)
+    if checkpoint is None:
+        return None
+    if newest is not None and newest.resolve() != checkpoint.resolve():
+        raise UserError(
+            f"{folder} already holds a run up to {newest.name}, which does not continue {checkpoint}. "
+            "Give this run another --name, or delete that run's later checkpoints."
+        )
+    current = run_metadata(config, derive(config, ranks=ranks, images=len(train)), task, train)
+    check_metadata(read_metadata(checkpoint), current, checkpoint, ranks)
+    return checkpoint
 
 
 def restore_state(
@@ -92,9 +80,8 @@ def restore_state(
     step = metadata.get("step", 0) if step is None else step
     state.load_full_state_dict(loaded, metadata.get("scaler", {}), step, world)
     world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
-    dropped = sum(map(len, saved.values())) - sum(map(len, loaded.values()))
     warnings = world.run_on_rank_zero(lambda: _damaged_later(checkpoint) if checkpoint else [])
-    if dropped:
+    if sum(map(len, saved.values())) > sum(map(len, loaded.values())):
         warnings.append(f"aux_head of {checkpoint} is left out: this run does not train it")
     return warnings
 
@@ -170,27 +157,28 @@ def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
 
 
 def _remedy(name: str, saved: Any, ranks: int) -> str:
-    if name == "model":
-        return f"Give --model {saved}."
-    if name == "global_batch" and saved % ranks == 0:
-        return (
-            f"With {ranks} ranks, batch size x accumulation must be {saved // ranks}: "
-            f"--global-batch {saved} sets both."
-        )
-    if name == "global_batch":
-        return f"Start a number of ranks that divides {saved}."
-    if name == "mean and std":
-        return "Drop --mean and --std." if saved == _OF_THE_MODEL else f"Give {saved}."
-    if name == "ema_warmup":
-        return "Give --ema-warmup." if saved else "Drop --ema-warmup."
-    if name == "freeze":
-        same = f"Give --freeze {saved}" if saved else "Drop --freeze"
-        return f"{same}, or start a new run with --finetune."
-    if name == "aux_head":
-        labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
-        return f"Give {labels}, or start a new run with --finetune."
-    if name == "image_decoder":
-        return f"Give --image-decoder {saved}, or start a new run with --finetune."
-    if name in ("images", "image_list"):
-        return "Restore the training images as they were, or start a new run with --finetune."
-    return "Give the settings of its resolved.toml, or start a new run with --finetune."
+    new_run = "or start a new run with --finetune."
+    match name:
+        case "model":
+            return f"Give --model {saved}."
+        case "global_batch" if saved % ranks == 0:
+            return (
+                f"With {ranks} ranks, batch size x accumulation must be {saved // ranks}: "
+                f"--global-batch {saved} sets both."
+            )
+        case "global_batch":
+            return f"Start a number of ranks that divides {saved}."
+        case "mean and std":
+            return "Drop --mean and --std." if saved == _OF_THE_MODEL else f"Give {saved}."
+        case "ema_warmup":
+            return "Give --ema-warmup." if saved else "Drop --ema-warmup."
+        case "freeze":
+            return f"Give --freeze {saved}, {new_run}" if saved else f"Drop --freeze, {new_run}"
+        case "aux_head":
+            labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
+            return f"Give {labels}, {new_run}"
+        case "image_decoder":
+            return f"Give --image-decoder {saved}, {new_run}"
+        case "images" | "image_list":
+            return f"Restore the training images as they were, {new_run}"
+    return f"Give the settings of its resolved.toml, {new_run}"

@@ -94,7 +94,7 @@ def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
 def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str]]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, keep = _folder(context), context.state.step, context.config.run.keep_checkpoints
-    may_write = context.lock.check if context.lock is not None else _may
+    may_write = context.lock.check if context.lock is not None else lambda: None
     metadata = run_metadata(context.config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
     config = context.config
@@ -108,10 +108,6 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str
         return delete_old_checkpoints(saved, keep)
 
     return write
-
-
-def _may() -> None:
-    """Permit to write: nobody else does."""
 
 
 def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
@@ -175,10 +171,10 @@ def _evaluations_since_best(context: TrainContext) -> int:
 def _score(checkpoint: Path, context: TrainContext) -> float:
     """Return the better score of raw and averaged weights; -1 if there is no intact evaluation."""
     file = checkpoint / _EVALUATION
-    if not file.exists():  # `best` was saved again, after a resume from an earlier checkpoint
-        return -1.0
     try:
         return better_value(json.loads(file.read_bytes()), context.task.scores[0])
+    except FileNotFoundError:  # `best` was saved again, after a resume from an earlier checkpoint
+        return -1.0
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         context.logger.log(
             f"{file.resolve()} is damaged: {checkpoint.parent / 'best'} gives way to this evaluation"

@@ -1,7 +1,8 @@
-"""Pictures of a training batch of classification: what the network is given, and what it is to learn from it.
+"""Pictures of a run of classification for TensorBoard.
 
-Each image is shown as augmented, then with the class of each token label in colour, then as mixed with its
-partner. A second picture shows where the attention of an outlooker goes.
+Of a training batch, each image is shown as augmented, then with the class of each token label in colour, then
+as mixed with its partner; a second picture shows where the attention of an outlooker goes. Of an evaluation,
+images of the worst classes are shown that were classified wrongly.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
+from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.image_decoder import Normalization
+from horovod_volo.data.reading import ImageFiles, decode_rgb
+from horovod_volo.engine.accuracy import WRONG_IMAGES, Confusions
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.volo import received_attention
 from horovod_volo.models.weights_header import statistics_of_run
@@ -35,12 +39,13 @@ from horovod_volo.objective.label_map import most_probable
 from horovod_volo.objective.loss import Loss, SoftTargetLoss
 from horovod_volo.objective.mixing import Box, ImageMix, Mix
 
-_MOST = 6  # images
+_MOST = 6  # images of a batch
 _COLUMNS = 4  # of panels
+_WORST_CLASSES = 8
 _SIDE = 128  # of a panel, pixels: TensorBoard shows pictures some 300 pixels wide
-_GAP, _CAPTION, _FONT = 8, 24, 16
+_GAP, _LINE, _FONT = 8, 24, 16
 _TINT = 0.55  # opacity of a token's colour
-_BOX_COLOR = (255, 255, 255)
+_BLUE, _RED = (0, 0, 255), (255, 0, 0)
 
 Pixels = NDArray[np.uint8]
 
@@ -59,15 +64,41 @@ def draw_batch(
     for number, (pixels, partner) in enumerate(zip(images, partners, strict=True)):
         panels = [_shown(pixels)]
         if tokens is not None:
-            panels.append(_tinted(pixels, tokens[number], colors))
-        if (mixed := _mixed(pixels, partner, mix)) is not None:
-            panels.append(mixed)
+            tint = np.array([[colors[int(kind)] for kind in row] for row in tokens[number]], dtype=np.uint8)
+            panels.append(_tinted(pixels, tint, Image.Resampling.NEAREST))
+        if mix.lam != 1.0:
+            panels.append(_mixed(pixels, partner, mix))
         cells.append(_captioned(panels, _caption(batch, number, mix, classes)))
     legend = [(colors[kind], classes[kind]) for kind in colors if colors[kind] != GREY]
     with autocast(config.model.precision, batch.images.device):
         received = received_attention(network, batch.images[:_COLUMNS])
     attention = {} if received is None else _attention(received, images[:_COLUMNS])
-    return {"batch": encoded_with_palette(_sheet(cells, legend)), **attention}
+    return {"batch": _sheet(cells, legend), **attention}
+
+
+def draw_confusions(images: ImageFiles, confusions: Confusions) -> dict[str, Picture]:
+    """Return a sheet with images of the worst classes that were wrong; nothing, if none can be shown."""
+    cells = []
+    for row in confusions["worst"][:_WORST_CLASSES]:
+        panels, taken_for = [], []
+        for wrong in row["wrong"]:
+            try:
+                panels.append(thumbnail(images, wrong["index"], (_SIDE, _SIDE)))
+            except BadSampleError:  # it has gone, or was damaged, since it was evaluated
+                continue
+            taken_for.append(f"{wrong['taken_for']} {100 * wrong['probability']:.0f} %")
+        if panels:
+            title = f"{row['name']}: {row['right']} of {row['images']} right; others taken for"
+            cells.append(_captioned(panels, f"{title}\n{', '.join(taken_for)}", columns=WRONG_IMAGES))
+    return {"worst_confusions": _sheet(cells)} if cells else {}
+
+
+def thumbnail(images: ImageFiles, index: int, size: tuple[int, int]) -> Image.Image:
+    """Return an image that fits into `size`, where small ones are enlarged; raise BadSampleError."""
+    image = Image.fromarray(decode_rgb(images, index))
+    factor = min(size[0] / image.width, size[1] / image.height)
+    fitted = max(1, round(factor * image.width)), max(1, round(factor * image.height))
+    return image.resize(fitted, Image.Resampling.LANCZOS)
 
 
 def _token_classes(batch: TrainBatch, loss: Loss) -> NDArray[np.int64] | None:
@@ -90,15 +121,16 @@ def _caption(batch: TrainBatch, number: int, mix: Mix, classes: Sequence[str]) -
 
 
 def _attention(received: Tensor, pixels: Sequence[Pixels]) -> dict[str, Picture]:
+    """Return images beside themselves under a heat map, from blue for the least attention to red."""
     least, most = float(received.min()), float(received.max())
     levels = ((received.float() - least) / max(most - least, 1e-6)).cpu().numpy()
-    captions = [f"blue: {least:.2f} of the mean", f"red: {most:.2f} of the mean"]
-    captions += [""] * (len(pixels) - len(captions))
-    cells = [
-        _captioned([_shown(each), _heated(each, heat)], caption)
-        for each, heat, caption in zip(pixels, levels, captions, strict=False)
-    ]
-    return {"outlook attention": encoded_with_palette(_sheet(cells, ()))}
+    cells = []
+    for each, level in zip(pixels, levels, strict=False):
+        heat = np.stack([level, 1 - 2 * np.abs(level - 0.5), 1 - level], axis=2)
+        colors = (255 * np.nan_to_num(heat).clip(0, 1)).astype(np.uint8)  # NaN: of a diverged network
+        cells.append(_captioned([_shown(each), _tinted(each, colors, Image.Resampling.BICUBIC)], ""))
+    legend = [(_BLUE, f"{least:.2f} of the mean"), (_RED, f"{most:.2f} of the mean")]
+    return {"outlook attention": _sheet(cells, legend)}
 
 
 def _pixels(images: Tensor, normalization: Normalization) -> list[Pixels]:
@@ -112,78 +144,52 @@ def _shown(pixels: Pixels) -> Image.Image:
     return Image.fromarray(pixels).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
 
 
-def _tinted(pixels: Pixels, classes: NDArray[np.int64], colors: dict[int, Color]) -> Image.Image:
-    """Return an image with the colour of its class over each token."""
-    tint = np.array([[colors[int(kind)] for kind in row] for row in classes], dtype=np.uint8)
-    grid = Image.fromarray(tint).resize((_SIDE, _SIDE), Image.Resampling.NEAREST)
+def _tinted(pixels: Pixels, colors: Pixels, resample: Image.Resampling) -> Image.Image:
+    """Return an image under a grid of colours (rows, columns, 3)."""
+    grid = Image.fromarray(colors).resize((_SIDE, _SIDE), resample)
     return Image.blend(_shown(pixels).convert("L").convert("RGB"), grid, _TINT)
 
 
-def _mixed(pixels: Pixels, partner: Pixels, mix: Mix) -> Image.Image | None:
-    """Return an image mixed with its partner, and the box drawn; None if nothing is mixed."""
-    if mix.lam == 1.0:
-        return None
+def _mixed(pixels: Pixels, partner: Pixels, mix: Mix) -> Image.Image:
+    """Return an image mixed with its partner, and the box drawn."""
     if isinstance(mix, ImageMix) and mix.box is None:
         return Image.blend(_shown(partner), _shown(pixels), mix.lam)
     edges = mix if isinstance(mix, Box) else Box(*(mix.box or (0, 0, 0, 0)), grid=len(pixels))
-    scale = _SIDE / edges.grid
-    box = (
-        round(edges.left * scale),
-        round(edges.top * scale),
-        round((edges.left + edges.width) * scale),
-        round((edges.top + edges.height) * scale),
-    )
+    sides = edges.left, edges.top, edges.left + edges.width, edges.top + edges.height
+    left, top, right, bottom = (round(side * _SIDE / edges.grid) for side in sides)
     image = _shown(pixels)
-    image.paste(_shown(partner).crop(box), box[:2])
+    image.paste(_shown(partner).crop((left, top, right, bottom)), (left, top))
     draw = ImageDraw.Draw(image)
-    draw.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), outline=(0, 0, 0), width=4)
-    draw.rectangle((box[0] + 1, box[1] + 1, box[2] - 2, box[3] - 2), outline=_BOX_COLOR, width=2)
+    draw.rectangle((left, top, right - 1, bottom - 1), outline="black", width=4)
+    draw.rectangle((left + 1, top + 1, right - 2, bottom - 2), outline="white", width=2)
     return image
 
 
-def _heated(pixels: Pixels, levels: NDArray[np.floating]) -> Image.Image:
-    """Return an image under a heat map of levels from 0, blue, to 1, red (rows, columns)."""
-    heat = np.stack([levels, 1 - 2 * np.abs(levels - 0.5), 1 - levels], axis=2)
-    colors = Image.fromarray((255 * np.nan_to_num(heat).clip(0, 1)).astype(np.uint8))  # of a diverged network
-    overlay = colors.resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
-    return Image.blend(_shown(pixels).convert("L").convert("RGB"), overlay, _TINT)
-
-
-def _captioned(panels: Sequence[Image.Image], caption: str) -> Image.Image:
-    """Return images side by side with a text under them."""
-    cell = Image.new("RGB", (_SIDE * len(panels), _SIDE + _CAPTION), BACKGROUND)
+def _captioned(panels: Sequence[Image.Image], caption: str, columns: int = 0) -> Image.Image:
+    """Return images side by side, with room for so many columns, and lines of text under them."""
+    lines = caption.splitlines()
+    size = _SIDE * max(len(panels), columns), _SIDE + max(1, len(lines)) * _LINE
+    cell = Image.new("RGB", size, BACKGROUND)
     for number, panel in enumerate(panels):
         cell.paste(panel, (number * _SIDE, 0))
-    ImageDraw.Draw(cell).text((2, _SIDE + 3), caption, TEXT, load_font(_FONT))
+    for number, line in enumerate(lines):
+        ImageDraw.Draw(cell).text((2, _SIDE + number * _LINE + 3), line, TEXT, load_font(_FONT))
     return cell
 
 
-def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[Color, str]]) -> Image.Image:
-    """Return cells of equal size as a sheet, with a legend of colours under it."""
+def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[Color, str]] = ()) -> Picture:
+    """Return cells of equal size as a sheet, with a legend of colours in two columns under it."""
     columns = max(1, _COLUMNS * _SIDE // cells[0].width)
     rows = -(-len(cells) // columns)
     width, height = cells[0].width + _GAP, cells[0].height + _GAP
-    places = _legend_places([name for _, name in legend], columns * width)
-    lines = places[-1][1] + 1 if places else 0
-    size = (columns * width + _GAP, rows * height + _GAP + lines * _CAPTION)
+    lines = -(-len(legend) // 2)
+    size = (columns * width + _GAP, rows * height + _GAP + lines * _LINE)
     sheet = Image.new("RGB", size, BACKGROUND)
     for number, cell in enumerate(cells):
         sheet.paste(cell, (_GAP + number % columns * width, _GAP + number // columns * height))
     draw = ImageDraw.Draw(sheet)
-    for (color, name), (left, line) in zip(legend, places, strict=True):
-        top = rows * height + _GAP + line * _CAPTION
+    for number, (color, name) in enumerate(legend):
+        left, top = _GAP + number % 2 * (size[0] // 2), rows * height + _GAP + number // 2 * _LINE
         draw.rectangle((left, top, left + _FONT, top + _FONT), fill=color)
         draw.text((left + _FONT + 5, top - 2), name, SECONDARY_TEXT, load_font(_FONT))
-    return sheet
-
-
-def _legend_places(names: Sequence[str], width: int) -> list[tuple[int, int]]:
-    """Return where each name of a legend begins, in pixels, and on which line."""
-    places, left, line = list[tuple[int, int]](), _GAP, 0
-    for name in names:
-        needed = _FONT + 5 + round(load_font(_FONT).getlength(name)) + 2 * _GAP
-        if left > _GAP and left + needed > width:
-            left, line = _GAP, line + 1
-        places.append((left, line))
-        left += needed
-    return places
+    return encoded_with_palette(sheet)
