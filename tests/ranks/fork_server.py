@@ -56,6 +56,7 @@ def load() -> None:
     import horovod.runner.launch
     import horovod.torch
     import nvidia.dali.fn  # noqa: F401
+    import pytest  # noqa: F401  # test modules hold functions that ranks call
     import torch
     import torch._dynamo
     import torch.utils.checkpoint

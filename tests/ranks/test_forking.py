@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,16 +34,10 @@ while True:
 """
 
 
-def ran(plain: bool, *command: str, **how: object) -> tuple[int, str, str]:
-    extra: dict[str, str] = how.pop("extra", {})  # type: ignore[assignment]
-    done = subprocess.run(
-        [*python(plain), *command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(**extra),
-        **how,
-    )
+def ran(plain: bool, *command: str, first: Sequence[str] = (), **settings: Any) -> tuple[int, str, str]:
+    settings["env"] = environment(**settings.pop("extra", {}))
+    command = [*first, *python(plain), *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **settings)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -50,33 +46,14 @@ def as_file(folder: Path, text: str) -> str:
     return str(folder / "program.py")
 
 
-@pytest.mark.parametrize(
-    ("program", "extra"),
-    [
-        (["{folder}/program.py"], {}),
-        (["-m", "program"], {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "ONLY_HERE": "a b"}),
-    ],
-)
-def test_a_fork_has_the_environment_of_a_plain_interpreter(
-    tmp_path: Path, program: list[str], extra: dict[str, str]
-) -> None:
-    taskset = ("taskset", "--cpu-list", str(max(os.sched_getaffinity(0))))
+def test_a_fork_has_the_environment_of_a_plain_interpreter(tmp_path: Path) -> None:
     as_file(tmp_path, PRINT_ENVIRONMENT)
-    runs = [
-        subprocess.run(
-            [*taskset, *python(plain), *(word.format(folder=tmp_path) for word in program), "3", "two words"],
-            cwd=tmp_path,
-            input="a line\n",
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=environment(**extra),
-        )
-        for plain in (True, False)
-    ]
-    assert [done.returncode for done in runs] == [3, 3]
-    assert runs[0].stdout == runs[1].stdout
-    assert [done.stderr for done in runs] == ["to the other stream\n"] * 2
+    last_cpu = ("taskset", "--cpu-list", str(max(os.sched_getaffinity(0))))
+    extra = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "ONLY_HERE": "a b"}
+    settings = {"first": last_cpu, "cwd": tmp_path, "input": "a line\n", "extra": extra}
+    expected, found = (ran(plain, "-m", "program", "3", "two words", **settings) for plain in (True, False))
+    assert found == expected
+    assert (found[0], found[2]) == (3, "to the other stream\n")
 
 
 def test_a_fork_ends_like_a_plain_interpreter(tmp_path: Path) -> None:
