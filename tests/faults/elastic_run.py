@@ -72,10 +72,9 @@ class ElasticTrial:
     def losses(self) -> dict[int, float]:
         """Return the training losses by step, in the order of the file."""
         path = self.run / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
         found = {}
-        for line in lines:
-            with contextlib.suppress(ValueError):
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):  # a line that is being written
                 record = json.loads(line)
                 if "loss" in record and "lr" in record:
                     found[record["step"]] = record["loss"]
