@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.conftest import PATH
-from tests.ranks.launching import environment
+from tests.cluster.hosts import PATH, children_of, namespace
+from tests.ranks.launching import environment, processes
 
 CHECKOUT = Path(__file__).parents[2]
 NODES = ("n1", "n2", "n3")
@@ -65,15 +65,14 @@ class Slurm:
         self.folder = folder
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         # Hide the system's own Slurm, and a Slurm job inside which the tests may run.
-        variables = {
-            key: value for key, value in environment().items() if not key.startswith(("SLURM", "SBATCH"))
+        inherited = environment()
+        self.environment = {
+            name: text for name, text in inherited.items() if not name.startswith(("SLURM", "SBATCH"))
         }
+        self.environment["PATH"] = f"{inherited['PATH']}:{PATH}"
+        self.environment["SLURM_CONF"] = f"{folder}/slurm.conf"
         # There may be more ranks than cores, so a waiting rank must yield its core.
-        variables |= {"OMPI_MCA_mpi_yield_when_idle": "1"}
-        self.environment = variables | {
-            "PATH": f"{variables['PATH']}:{PATH}",
-            "SLURM_CONF": f"{folder}/slurm.conf",
-        }
+        self.environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
     def start(self) -> None:
         """Start all daemons and wait until all nodes are idle."""
@@ -100,14 +99,8 @@ class Slurm:
         key = place / "key"
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
-        files = {
-            "socket": "socket",
-            "pid-file": "pid",
-            "log-file": "log",
-            "seed-file": "seed",
-            "key-file": "key",
-        }
-        flags = [f"--{flag}={place / file}" for flag, file in files.items()]
+        files = ("pid", "log", "seed", "key")
+        flags = [f"--socket={place / 'socket'}", *(f"--{file}-file={place / file}" for file in files)]
         # --force, because munge requires stricter permissions than those of the tests' folders.
         self._run("munged", "munged", "--foreground", "--force", *flags)
         wait_until((place / "socket").exists, 20, "munge's socket")
@@ -186,21 +179,8 @@ class Slurm:
 
     def processes_on(self, node: str, text: str) -> list[int]:
         """Return the processes of a node whose command line contains `text`."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if text in line and self._is_on(node, process):
-                    found.append(int(process.name))
-        return found
-
-    def _is_on(self, node: str, process: Path) -> bool:
-        [child] = self._children_of(self._daemons[node].pid)
-        return (process / "ns" / "pid").readlink() == Path(f"/proc/{child}/ns/pid").readlink()
-
-    @staticmethod
-    def _children_of(pid: int) -> list[int]:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        (first,) = children_of(self._daemons[node].pid)
+        return [pid for pid in processes(text) if namespace(pid) == namespace(first)]
 
 
 @dataclass(frozen=True)

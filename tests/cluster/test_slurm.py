@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from horovod_volo.demo.demo_set import make_demo_set
 from tests.cluster.slurm import Slurm, SlurmJob, kill, running_slurm, wait_until
 
 pytestmark = pytest.mark.needs("slurmctld", "slurmd", "sbatch", "munged")
@@ -27,10 +26,8 @@ def one_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=120, val=20)
-    return folder
+def images(demo_images: Callable[[int, int], Path]) -> Path:
+    return demo_images(120, 20)
 
 
 @pytest.fixture
@@ -109,6 +106,7 @@ def test_a_job_that_receives_repeated_stop_signals_at_any_time_is_requeued(
     assert "done: 60 steps" in log_of(tmp_path)
 
 
+@pytest.mark.soak
 def test_a_job_that_reaches_its_time_limit_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
     limit = ("--time=1", "--signal=B:USR1@20")
     flags = (*SMALL, "--epochs", "1", "--batch-size", "6")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from horovod_volo.elastic.ledger import LEDGER, read_ledger
-from tests.ranks.launching import SCRIPTS, environment, python
+from tests.ranks.launching import SCRIPTS, environment, processes, python
 
 GLOO_SECONDS = 5
 SETTINGS = ["--img-size", "32", "--batch-size", "4", "--warmup-epochs", "1", "--name", "run"]
@@ -44,15 +44,12 @@ class ElasticTrial:
     def ranks(self) -> dict[str, int]:
         """Return the process on each host, by the name that the discovery script gives to the host."""
         found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
-                command = (process / "cmdline").read_bytes().split(b"\0")
-                if b"horovod_volo.train" not in command or str(self.run.parent).encode() not in command:
-                    continue
-                variables = (process / "environ").read_bytes().split(b"\0")
-                names = [value[len(_HOST) :].decode() for value in variables if value.startswith(_HOST)]
-                if b"python" in command[0] and names:
-                    found[names[0]] = int(process.name)
+        for process, command in processes("horovod_volo.train").items():
+            if str(self.run.parent) in command and "python" in command.split()[0]:
+                with contextlib.suppress(OSError, StopIteration):  # it has ended, or is none of its ranks
+                    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                    name = next(value[len(_HOST) :] for value in variables if value.startswith(_HOST))
+                    found[name.decode()] = process
         return found
 
     def signal_rank(self, host: str, number: signal.Signals) -> None:

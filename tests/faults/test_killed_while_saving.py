@@ -28,9 +28,8 @@ _OPERATIONS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.sym
 
 def save(folder: Path, step: int, number: float) -> None:
     """Save a checkpoint as a run with `--keep-checkpoints 1` does."""
-    saved = write_checkpoint(
-        folder / "checkpoints", step, {"model": {"weight": torch.full((9,), number)}}, {}
-    )
+    files = {"model": {"weight": torch.full((9,), number)}}
+    saved = write_checkpoint(folder / "checkpoints", step, files, {})
     delete_old_checkpoints(saved, 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
-from tests.ranks.launching import launcher, python, run
+from tests.ranks.launching import launcher, processes, python, run
 from tests.runs import FAILED, SMALL, assert_same_state, start
 
 EVERY = ("--checkpoint-every", "2", "--log-every", "1", "--ema-decay", "0.9", "--drop-path", "0.2")
@@ -22,15 +21,6 @@ def undisturbed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("undisturbed")
     start(images, output, *EVERY)
     return output
-
-
-def processes_of(output: Path) -> list[str]:
-    """Return the command lines that name a folder; those of forks are their parent's."""
-    lines = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            lines.append(file.read_bytes().decode(errors="replace").replace("\0", " "))
-    return [line for line in lines if str(output) in line]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +39,7 @@ def test_a_rank_ends(images: Path, tmp_path: Path, undisturbed: Path, faults: li
     for start_with, fault in map(str.split, faults):
         shown = start(images, tmp_path, *EVERY, fault=fault, start_with=start_with, status=FAILED, seconds=60)
         assert shown.count("RuntimeError: injected") == fault.endswith("raise"), shown
-        assert processes_of(tmp_path) == []
+        assert processes(str(tmp_path)) == {}  # command lines of forks are their parent's
         assert fault.split(":")[1] == "0" or list(intact_checkpoints(tmp_path / "run"))
     start(images, tmp_path, *EVERY, fault="1:9:pause", start_with=start_with)
     assert list((tmp_path / "run" / "checkpoints").glob(".*")) == []
@@ -75,7 +65,7 @@ def test_an_image_that_is_never_read_ends_the_run(images: Path, tmp_path: Path, 
     assert "error: no step has ended for 8 s (--hang-timeout)" in shown
     assert "rank 1 on " in shown
     assert "computes or reads data, after step 0" in shown
-    assert processes_of(tmp_path) == []
+    assert processes(str(tmp_path)) == {}
 
 
 @pytest.mark.soak
@@ -95,4 +85,4 @@ def test_a_rank_without_files_or_memory_ends_the_run(
     command = [*launcher("gloo", 2, plain=True), *python(plain=True), str(script), "train", str(images)]
     done = run([*command, *SMALL, "--output", str(tmp_path / "runs")], seconds=100)
     assert done.returncode not in (0, 75), done.stdout
-    assert processes_of(tmp_path) == []
+    assert processes(str(tmp_path)) == {}

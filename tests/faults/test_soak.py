@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.elastic.ledger_check import check_ledger
-from tests.ranks.launching import launcher, python, started
+from tests.ranks.launching import launcher, processes, python, started
 from tests.runs import SMALL, assert_same_state, start
 
 FAULTS = int(os.environ.get("SOAK_FAULTS", "25"))  # for each launcher
@@ -39,14 +39,7 @@ def ranks_of(launcher_pid: int) -> list[int]:
     while len(found) > last:
         last = len(found)
         found |= {pid for pid, parent in parents.items() if parent in found}
-    return sorted(pid for pid in found - {launcher_pid} if b"horovod_volo.train" in command_line(pid))
-
-
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    return sorted(processes("horovod_volo.train").keys() & (found - {launcher_pid}))
 
 
 def disturb(process: subprocess.Popen[str], chance: random.Random) -> None:

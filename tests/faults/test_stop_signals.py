@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -14,9 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.models.build import build_model
-from tests.ranks.launching import environment, launcher, python, run
+from tests.ranks.launching import launcher, python, run, started
 
 SECONDS = 90
 SECONDS_TO_VANISH = 2  # a process that ended is listed until the kernel has freed its memory
@@ -24,10 +24,10 @@ MODEL = ("--model", "volo_demo", "--img-size", "64")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a demo set, weights, and a set of large images."""
+def folder(demo_images: Callable[[int, int], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with a demo set of many equal images, weights, and a set of large images."""
     folder = tmp_path_factory.mktemp("stopped")
-    make_demo_set(folder / "demo", train=40, val=20)
+    shutil.copytree(demo_images(40, 20), folder / "demo")
     for image in list((folder / "demo" / "train").glob("*/*.jpg")):
         for copy in range(100):
             os.link(image, image.with_stem(f"{image.stem}_{copy}"))
@@ -49,30 +49,19 @@ def stop(
     A terminal sends Ctrl-C to all processes of the command.
     """
     command = [*python(plain=True), "-m", *map(str, arguments)]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    ) as process:
-        try:
-            limit = time.monotonic() + SECONDS
-            while not ready():
-                assert process.poll() is None, process.stdout.read()
-                assert time.monotonic() < limit
-                time.sleep(0.02)
-            began = time.monotonic()
-            (os.killpg if to_all else os.kill)(process.pid, number)
-            output, _ = process.communicate(timeout=SECONDS)
-            seconds = time.monotonic() - began
-            while in_session(process.pid) and time.monotonic() < began + seconds + SECONDS_TO_VANISH:
-                time.sleep(0.02)
-            assert not in_session(process.pid), "a process is left"
-        finally:
-            if in_session(process.pid):
-                os.killpg(process.pid, signal.SIGKILL)
+    with started(command) as process:
+        limit = time.monotonic() + SECONDS
+        while not ready():
+            assert process.poll() is None, process.stdout.read()
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        began = time.monotonic()
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        output, _ = process.communicate(timeout=SECONDS)
+        seconds = time.monotonic() - began
+        while in_session(process.pid) and time.monotonic() < began + seconds + SECONDS_TO_VANISH:
+            time.sleep(0.02)
+        assert not in_session(process.pid), "a process is left"
     return process.returncode, output.splitlines(), seconds
 
 
@@ -143,10 +132,8 @@ DOCTOR = ["doctor", "--shared", "{out}/runs"]
 @pytest.mark.parametrize(
     ("command", "number", "delay", "text"),
     [  # at any time, also while torch is being imported
-        (EVALUATE, signal.SIGINT, 1.0, "the evaluation is stopped, and wrote no result"),
         (EVALUATE, signal.SIGTERM, 6.0, "the evaluation is stopped, and wrote no result"),
         (BENCH, signal.SIGTERM, 1.0, "the benchmark is stopped, and recorded nothing"),
-        (BENCH, signal.SIGINT, 8.0, "the benchmark is stopped, and recorded nothing"),
         (DOCTOR, signal.SIGINT, 2.0, "the doctor is stopped, without a report"),
     ],
 )

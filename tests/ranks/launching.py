@@ -84,6 +84,17 @@ def run(command: list[str], *, seconds: int = 120, **extra: str) -> subprocess.C
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
+def processes(text: str) -> dict[int, str]:
+    """Return the command lines of this machine's processes that contain a text, by process."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process has ended
+            line = file.read_bytes().decode(errors="replace").replace("\0", " ")
+            if text in line:
+                found[int(file.parent.name)] = line
+    return found
+
+
 def on_ranks(
     out: Path, *calls: Callable[[World], Any], ranks: int = 2, start_with: str = "gloo"
 ) -> list[list[Any]]:
