@@ -73,7 +73,7 @@ def end(trial: ElasticTrial) -> None:
     assert not trial.ranks()
 
 
-def test_a_partition(net: EmulatedNetwork, images: Path, tmp_path: Path) -> None:
+def test_a_partition(net, images, tmp_path):
     """Shorter than the timeout it passes unnoticed; after a longer one the launcher's side goes on alone."""
     one, two = net.hosts[:2]
     with job(net, images, tmp_path, slots([one, two]), *FOREVER) as trial:
@@ -96,7 +96,7 @@ def test_a_partition(net: EmulatedNetwork, images: Path, tmp_path: Path) -> None
         end(trial)
 
 
-def test_a_schedule_of_events(net: EmulatedNetwork, images: Path, tmp_path: Path) -> None:
+def test_a_schedule_of_events(net, images, tmp_path):
     """Hosts are killed, stopped, cut off, removed, and come back; the loss is that of an undisturbed run."""
     chance = random.Random(int(os.environ.get("ELASTIC_SEED", "1")))
     launcher, *others = net.hosts

@@ -100,8 +100,8 @@ def gradient_bytes(output: Path) -> int:
     ("script", "number"), [("horovodrun.sh", signal.SIGUSR1), ("mpirun.sh", signal.SIGTERM)]
 )
 def test_a_run_that_is_stopped_and_loses_a_host_ends_as_one_on_one_host(
-    script: str, number: int, net: EmulatedNetwork, images: Path, alone: Path, tmp_path: Path
-) -> None:
+    script, number, net, images, alone, tmp_path
+):
     """Bit for bit, after two resumptions."""
     job = (f"jobs/{script}", "demo", *SETTINGS, *EPOCHS, *OFTEN, "--batch-size", str(GLOBAL_BATCH // 2))
     reported = site(net, images, tmp_path)
@@ -144,9 +144,7 @@ def test_a_run_that_is_stopped_and_loses_a_host_ends_as_one_on_one_host(
     assert net.running("horovod") == {}
 
 
-def test_four_hosts_give_the_weights_of_four_ranks_on_one_host(
-    net: EmulatedNetwork, images: Path, tmp_path: Path
-) -> None:
+def test_four_hosts_give_the_weights_of_four_ranks_on_one_host(net, images, tmp_path):
     one, four = tmp_path / "one", tmp_path / "four"
     finish([*launcher("gloo", 4), *trainer(images, one, 4), *FEW_EPOCHS], **ONE_BY_ONE)
     before = [host.received_bytes() for host in net.hosts]

@@ -98,7 +98,7 @@ def losses_of(context: TrainContext, observe: Callable[[Any], Any] = lambda batc
     return torch.tensor(losses)
 
 
-def test_a_complete_recipe_follows_the_recorded_curve(images: Path, tmp_path: Path) -> None:
+def test_a_complete_recipe_follows_the_recorded_curve(images, tmp_path):
     with closing(context_of(images, tmp_path, **COMPLETE)) as context:
         losses = losses_of(context)
     if os.environ.get("HOROVOD_VOLO_RECORD"):
@@ -112,7 +112,7 @@ def test_a_complete_recipe_follows_the_recorded_curve(images: Path, tmp_path: Pa
     assert recorded[-30:].mean() < recorded[:30].mean()
 
 
-def test_losses_equal_those_of_a_simple_loop_on_timms_network(images: Path, tmp_path: Path) -> None:
+def test_losses_equal_those_of_a_simple_loop_on_timms_network(images, tmp_path):
     with closing(context_of(images, tmp_path, **PLAIN)) as context:
         theirs = timms_network(context.state.model)
         plain = SimpleLoop(theirs, context)

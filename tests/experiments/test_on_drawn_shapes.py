@@ -55,14 +55,14 @@ def coarse_and_fine(folder: Path) -> tuple[float, float]:
     return low, top1(folder, "fine", "--recipe", "demo", *fine, *start, *labels)
 
 
-def test_fine_tuning_at_double_resolution_is_better(coarse_and_fine: tuple[float, float]) -> None:
+def test_fine_tuning_at_double_resolution_is_better(coarse_and_fine):
     low, high = coarse_and_fine
     print_accuracies(coarse=low, fine=high)
     assert low > 50
     assert high > low
 
 
-def test_a_teachers_labels_train_a_student(folder: Path, coarse_and_fine: tuple[float, float]) -> None:
+def test_a_teachers_labels_train_a_student(folder, coarse_and_fine):
     """The fine-tuned network generates label maps for one student; another is trained on classes alone."""
     store = folder / "store"
     program = [*python(), "-m", "horovod_volo.labels"]
@@ -87,7 +87,7 @@ def copy_classes(folder: Path, name: str, classes: Sequence[str], per_class: int
     return folder / name
 
 
-def test_few_images_of_new_classes_need_weights_of_others(folder: Path) -> None:
+def test_few_images_of_new_classes_need_weights_of_others(folder):
     """Twenty images of each of four shapes, for a network that has learned six others.
 
     Three seeds reached 57 to 68 % by fine-tuning, 61 to 67 % with a linear probe, 31 to 32 % from scratch.
@@ -108,7 +108,7 @@ def test_few_images_of_new_classes_need_weights_of_others(folder: Path) -> None:
     assert min(tuned, probe) > fresh + 15
 
 
-def test_lars_trains_a_large_batch_as_well_as_a_small_one(folder: Path) -> None:
+def test_lars_trains_a_large_batch_as_well_as_a_small_one(folder):
     """With 16 times the batch LARS loses at most 2 points; SGD with 16 times the learning rate loses more.
 
     The learning rate of LARS is relative to the norm of each layer. It is scaled linearly too, from 0.5 for a

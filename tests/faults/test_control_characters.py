@@ -34,7 +34,7 @@ def assert_printable(text: str) -> None:
     assert "\x9b" not in text
 
 
-def test_a_run_logs_them_escaped(images: Path, tmp_path: Path) -> None:
+def test_a_run_logs_them_escaped(images, tmp_path):
     shown = start(images, tmp_path, ranks=1)
     log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     for text in (shown, log):
@@ -44,7 +44,7 @@ def test_a_run_logs_them_escaped(images: Path, tmp_path: Path) -> None:
         assert all(f"{ESCAPED}/{ESCAPED}\\udcff.jpg" in line for line in left_out)
 
 
-def test_an_error_of_ranks_about_a_damaged_image_is_one_line(images: Path, tmp_path: Path) -> None:
+def test_an_error_of_ranks_about_a_damaged_image_is_one_line(images, tmp_path):
     settings = {"start_with": "mpi", "status": FAILED, "seconds": 60}
     shown = start(images, tmp_path, "--bad-samples", "fail", **settings)
     assert_printable(shown)
@@ -63,7 +63,7 @@ def test_an_error_of_ranks_about_a_damaged_image_is_one_line(images: Path, tmp_p
         ("train", ["{set}", "--recipe", "{missing}"]),
     ],
 )
-def test_other_commands_escape_them(images: Path, tmp_path: Path, capfd, command, arguments) -> None:
+def test_other_commands_escape_them(images, tmp_path, capfd, command, arguments):
     places = {"set": images, "missing": tmp_path / NAME, "out": tmp_path / "out"}
     main = import_module(f"horovod_volo.{command}").main
     assert main([word.format(**places) for word in arguments]) in (1, 2)
@@ -72,7 +72,7 @@ def test_other_commands_escape_them(images: Path, tmp_path: Path, capfd, command
     assert_printable(shown)
 
 
-def test_the_report_of_the_doctor_escapes_them() -> None:
+def test_the_report_of_the_doctor_escapes_them():
     found = warning(f"{NAME} is slow", f"Rename {NAME}.")
     text = format_report(build_report(ALONE, [[found]], ["host"], "none"))
     assert_printable(text)

@@ -40,7 +40,7 @@ def images(demo_images) -> Path:
     return demo_images(60, 10)  # 6 steps of 10 images
 
 
-def test_a_killed_rank_is_replaced_and_a_removed_host_is_left(images: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_is_replaced_and_a_removed_host_is_left(images, tmp_path):
     """It stops early: so small a learning rate changes no prediction, and the first evaluation is best."""
     still = ("--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0", "--freeze", "blocks:1,head")
     flags = ("--global-batch", "10", "--epochs", "120", "--eval-every", "20", "--early-stop", "3", *still)
@@ -73,7 +73,7 @@ def test_a_killed_rank_is_replaced_and_a_removed_host_is_left(images: Path, tmp_
 
 
 @pytest.mark.soak
-def test_a_rank_that_hangs_is_replaced(images: Path, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_replaced(images, tmp_path):
     """Only the rank that the others wait for is killed, though Python's lock keeps it from answering."""
     flags = ("--global-batch", "10", "--epochs", "100000", "--hang-timeout", "8")
     faulty = ("--plugin", "tests.faults.injected")
@@ -85,7 +85,7 @@ def test_a_rank_that_hangs_is_replaced(images: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_many_formations_leave_nothing_behind(images: Path, tmp_path: Path) -> None:
+def test_many_formations_leave_nothing_behind(images, tmp_path):
     """The memory and the open files of the rank that stays do not grow with the number of formations."""
     measured = []
     with on_this_machine(tmp_path, images, HOSTS, "--global-batch", "10", "--epochs", "100000") as trial:
@@ -106,7 +106,7 @@ def test_many_formations_leave_nothing_behind(images: Path, tmp_path: Path) -> N
     assert later[2] <= earlier[2] + THREADS_THAT_COME_AND_GO
 
 
-def test_a_network_and_its_reducer_are_freed() -> None:
+def test_a_network_and_its_reducer_are_freed():
     """Ranks that are formed again build both again."""
     network = torch.nn.Linear(2, 2)
     reducer = Reducer(network, World.single(), Exchange(), micro_batches=1)
@@ -125,13 +125,13 @@ def used_by(process: int) -> tuple[int, int, int]:
     return int(status["VmRSS"].split()[0]) // 1024, files, int(status["Threads"])
 
 
-def test_without_an_elastic_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_elastic_launcher(tmp_path, capsys):
     flags = ["--recipe", "demo", "--elastic", "--global-batch", "10", "--output", str(tmp_path)]
     assert main(["images", *flags]) == 2
     assert "horovodrun --gloo --min-np N" in capsys.readouterr().err
 
 
-def test_any_number_of_ranks_divides_the_global_batch() -> None:
+def test_any_number_of_ranks_divides_the_global_batch():
     config = assemble({"elastic": True, "global_batch": 10, "batch_size": 5}, fallback_name="")
     for ranks, batch, accumulation in ((1, 5, 2), (2, 5, 1), (3, 4, 1), (4, 3, 1), (9, 2, 1)):
         resolved = resolve(config, ranks)
@@ -147,7 +147,7 @@ def test_any_number_of_ranks_divides_the_global_batch() -> None:
         ({"global_batch": 8, "horovod_autotune": "log"}, "Drop --horovod-autotune, or --elastic"),
     ],
 )
-def test_settings_that_cannot_be_elastic(settings: dict[str, object], message: str) -> None:
+def test_settings_that_cannot_be_elastic(settings, message):
     config = assemble({"elastic": True, **settings}, fallback_name="")
     with pytest.raises(UserError, match=message):  # noqa: PT012
         check(config)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from horovod_volo.elastic.ledger_check import check_ledger
 from tests.runs import FAILED, assert_same_state, only_error, start, steps
 
@@ -12,7 +10,7 @@ EVERY += ("--drop-path", "0.1", "--ema-decay", "0.9")
 FOUND = "the weights or the optimizer state of rank 1 on "
 
 
-def test_the_run_is_repaired(demo_images, tmp_path: Path) -> None:
+def test_the_run_is_repaired(demo_images, tmp_path):
     images, hit, well = demo_images(72, 10), tmp_path / "hit", tmp_path / "well"  # 6 steps of 3 ranks
     shown = start(images, hit, *EVERY, fault="1:3:flip", ranks=3, start_with="mpi")
     assert shown.count(FOUND) == 1, shown
@@ -23,7 +21,7 @@ def test_the_run_is_repaired(demo_images, tmp_path: Path) -> None:
     assert steps(hit) == list(range(1, 13))
 
 
-def test_without_a_checkpoint(images: Path, tmp_path: Path) -> None:
+def test_without_a_checkpoint(images, tmp_path):
     """Of two ranks nobody can tell which is right."""
     error = only_error(start(images, tmp_path, *EVERY, fault="1:0:flip", status=FAILED), "differ")
     assert "At step 2 the weights or the optimizer state of rank 0 on " in error

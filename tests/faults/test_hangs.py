@@ -57,16 +57,7 @@ def watched(folder: Path, *works: str, limit: int = 3) -> list[tuple[subprocess.
         ),
     ],
 )
-def test_the_rank_that_hangs_is_named(
-    images: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    start_with: str,
-    limit: int,
-    doing: str,
-    stack: str,
-) -> None:
+def test_the_rank_that_hangs_is_named(images, tmp_path, monkeypatch, fault, start_with, limit, doing, stack):
     monkeypatch.chdir(tmp_path)  # the FIFO is made there
     flags = ("--checkpoint-every", "2", "--hang-timeout", str(limit))
     settings = {"fault": fault, "start_with": start_with, "status": FAILED}
@@ -82,7 +73,7 @@ def test_the_rank_that_hangs_is_named(
         assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
 
 
-def test_a_folder_that_does_not_answer_does_not_keep_a_rank(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_answer_does_not_keep_a_rank(tmp_path):
     (tmp_path / "silent").mkdir()
     for number in (1, 2, 3):
         os.mkfifo(tmp_path / "silent" / f".rank_0.hangs.{number}")  # the watchdog waits for a reader
@@ -92,7 +83,7 @@ def test_a_folder_that_does_not_answer_does_not_keep_a_rank(tmp_path: Path) -> N
     assert re.fullmatch(r".*hangs while listing the data, and \S+/silent does not answer\..*\n", said)
 
 
-def test_signals_to_all_processes_of_a_job_leave_the_watchdog(tmp_path: Path) -> None:
+def test_signals_to_all_processes_of_a_job_leave_the_watchdog(tmp_path):
     ((rank, watchdog),) = watched(tmp_path, "time.sleep(60)")
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         os.kill(watchdog, number)
@@ -108,7 +99,7 @@ def test_signals_to_all_processes_of_a_job_leave_the_watchdog(tmp_path: Path) ->
         time.sleep(0.05)
 
 
-def test_a_watchdog_that_has_ended_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_watchdog_that_has_ended_does_not_end_the_run(tmp_path):
     work = "watchdog._process.wait(); watchdog.watch_ranks(rank, ['one'], folder); watchdog.close()"
     ((rank, watchdog),) = watched(tmp_path, work)
     os.kill(watchdog, signal.SIGKILL)
@@ -117,7 +108,7 @@ def test_a_watchdog_that_has_ended_does_not_end_the_run(tmp_path: Path) -> None:
     assert said == "warning: the watchdog of rank 0 has ended: nobody notices if this rank hangs\n"
 
 
-def test_a_job_that_was_suspended_is_not_taken_for_hung(tmp_path: Path) -> None:
+def test_a_job_that_was_suspended_is_not_taken_for_hung(tmp_path):
     """As by `scontrol suspend`; hosts wake at slightly different times."""
     work = "heartbeat.waits(rank == 1); [time.sleep(0.01) for part in range(600)]"
     ranks = watched(tmp_path, work, work, limit=7)
@@ -131,7 +122,7 @@ def test_a_job_that_was_suspended_is_not_taken_for_hung(tmp_path: Path) -> None:
     assert [(rank.communicate(timeout=30)[1], rank.returncode) for rank, _ in ranks] == [("", 0), ("", 0)]
 
 
-def test_a_slow_rank_is_named_within_two_log_points(demo_images, tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_within_two_log_points(demo_images, tmp_path):
     flags = ("--epochs", "2", "--log-every", "2", "--workers", "1")
     # Five steps an epoch, so that little is read ahead.
     start(demo_images(40, 20), tmp_path, *flags, fault="1:0:slow")

@@ -34,7 +34,7 @@ def undisturbed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(["mpi 1:9:exit"], marks=pytest.mark.soak),
     ],
 )
-def test_a_rank_ends(images: Path, tmp_path: Path, undisturbed: Path, faults: list[str]) -> None:
+def test_a_rank_ends(images, tmp_path, undisturbed, faults):
     """Each time the run resumes, another rank ends; at last a rank is stopped for a moment, to no effect."""
     for start_with, fault in map(str.split, faults):
         shown = start(images, tmp_path, *EVERY, fault=fault, start_with=start_with, status=FAILED, seconds=60)
@@ -48,7 +48,7 @@ def test_a_rank_ends(images: Path, tmp_path: Path, undisturbed: Path, faults: li
 
 
 @pytest.mark.soak
-def test_a_run_that_always_fails_at_the_same_step_loses_nothing(images: Path, tmp_path: Path) -> None:
+def test_a_run_that_always_fails_at_the_same_step_loses_nothing(images, tmp_path):
     for _ in range(3):
         shown = start(images, tmp_path, *EVERY, fault="1:7:raise", status=FAILED)
         assert shown.count("RuntimeError: injected") == 1, shown
@@ -58,7 +58,7 @@ def test_a_run_that_always_fails_at_the_same_step_loses_nothing(images: Path, tm
 
 @pytest.mark.soak
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
-def test_an_image_that_is_never_read_ends_the_run(images: Path, tmp_path: Path, start_with: str) -> None:
+def test_an_image_that_is_never_read_ends_the_run(images, tmp_path, start_with):
     """As on a file server that does not answer."""
     settings = {"fault": "1:0:unread", "start_with": start_with, "status": FAILED}
     shown = start(images, tmp_path, *EVERY, "--hang-timeout", "8", **settings)
@@ -72,9 +72,7 @@ def test_an_image_that_is_never_read_ends_the_run(images: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("kind", "limit"), [(resource.RLIMIT_NOFILE, 24), (resource.RLIMIT_AS, 2 << 30)], ids=["files", "memory"]
 )
-def test_a_rank_without_files_or_memory_ends_the_run(
-    images: Path, tmp_path: Path, kind: int, limit: int
-) -> None:
+def test_a_rank_without_files_or_memory_ends_the_run(images, tmp_path, kind, limit):
     script = tmp_path / "limited.py"
     script.write_text(
         "import os, resource, runpy, sys\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.runs import (
@@ -34,9 +32,7 @@ SKIPPED = "warning: step {} is skipped: its {} not finite on rank {}, samples "
     ],
     ids=["fp16 messages", "no compression", "sharded", "fp16", "one rank"],
 )
-def test_one_number_skips_one_step_on_all_ranks(
-    images: Path, tmp_path: Path, ranks: int, start_with: str, flags: tuple[str, ...]
-) -> None:
+def test_one_number_skips_one_step_on_all_ranks(images, tmp_path, ranks, start_with, flags):
     """A loss in step 3, and in steps 5 and 7 a gradient: neither weights nor state change in these."""
     rank = ranks - 1
     fault = f"{rank}:2:nan {rank}:4:inf-matrix {rank}:6:nan-vector"
@@ -66,7 +62,7 @@ def test_one_number_skips_one_step_on_all_ranks(
     assert_finite(tmp_path)
 
 
-def test_many_losses_return_to_the_last_checkpoint(images: Path, tmp_path: Path) -> None:
+def test_many_losses_return_to_the_last_checkpoint(images, tmp_path):
     shown = start(images, tmp_path, *EVERY, fault="1:4-7:nan")
     assert shown.count("is skipped") == 4, shown
     assert shown.count("back to the weights of step_00000004; training goes on after step 7") == 1, shown
@@ -74,7 +70,7 @@ def test_many_losses_return_to_the_last_checkpoint(images: Path, tmp_path: Path)
     assert_finite(tmp_path)
 
 
-def test_a_run_that_never_recovers_is_ended(images: Path, tmp_path: Path) -> None:
+def test_a_run_that_never_recovers_is_ended(images, tmp_path):
     """From its third step on no loss of the run's only epoch is finite, but there are 20 of them."""
     shown = start(images, tmp_path, *EVERY, "--batch-size", "2", fault="1:2-99:nan", status=FAILED)
     assert shown.count("back to the weights of") == 3, shown
@@ -84,7 +80,7 @@ def test_a_run_that_never_recovers_is_ended(images: Path, tmp_path: Path) -> Non
     assert_finite(tmp_path)
 
 
-def test_outcomes_that_are_known_one_step_late_change_nothing(images: Path, tmp_path: Path) -> None:
+def test_outcomes_that_are_known_one_step_late_change_nothing(images, tmp_path):
     """As on several GPUs: the device skips the step, and the host learns it while it takes the next one."""
     flags = (
         *FP16_MESSAGES,
@@ -108,7 +104,7 @@ def test_outcomes_that_are_known_one_step_late_change_nothing(images: Path, tmp_
     assert_same_state(tmp_path / "at once", tmp_path / "late")
 
 
-def test_losses_that_are_known_late_return_to_a_checkpoint_as_soon(images: Path, tmp_path: Path) -> None:
+def test_losses_that_are_known_late_return_to_a_checkpoint_as_soon(images, tmp_path):
     """Of the second time, the last of the three losses is that of the last step but one."""
     flags = (*EVERY, "--batch-size", "2", "--log-every", "40")
     shown = start(images, tmp_path, *flags, fault="1:4-6,16-18:nan", plugins=LATE)

@@ -25,7 +25,7 @@ def damaged_set(demo_images, tmp_path: Path) -> Path:
     return shutil.copytree(demo_images(40, 20), tmp_path / "set")
 
 
-def test_a_missing_label_map_is_named(damaged_set: Path, tmp_path: Path) -> None:
+def test_a_missing_label_map_is_named(damaged_set, tmp_path):
     missing = max((damaged_set / "token_labels" / "star").iterdir())
     missing.unlink()
     flags = ("--bad-samples", "fail", "--token-label-data", str(damaged_set / "token_labels"))
@@ -34,7 +34,7 @@ def test_a_missing_label_map_is_named(damaged_set: Path, tmp_path: Path) -> None
     assert "horovod_volo" not in shown.replace(error, ""), "there is a traceback of the package"
 
 
-def test_bad_samples_are_skipped_named_once_and_counted(damaged_set: Path, tmp_path: Path) -> None:
+def test_bad_samples_are_skipped_named_once_and_counted(damaged_set, tmp_path):
     """A truncated image, a missing label map and an empty validation image are skipped in all steps."""
     maps = damaged_set / "token_labels"
     truncated, _, unlabelled = sorted((damaged_set / "train" / "ring").iterdir())[:3]
@@ -60,9 +60,7 @@ def training(images: Path, output: Path, *flags: str, plain: bool = False) -> li
 
 # Others: SIGUSR1 and SIGTERM below.
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_stop_signal_saves_and_the_run_resumes(
-    images: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path, number):
     """The first log point is far away: ranks agree to stop at the end of a step."""
     command = training(images, tmp_path, "--log-every", "1000", "--checkpoint-every", "1")
     last = tmp_path / "run" / "checkpoints" / "last"
@@ -83,14 +81,14 @@ def test_a_stop_signal_saves_and_the_run_resumes(
         assert f"stopped at step {step + 2} and saved" in resumed.stdout
 
 
-def test_a_stop_signal_to_one_rank_stops_all_at_the_end_of_the_step(images: Path, tmp_path: Path) -> None:
+def test_a_stop_signal_to_one_rank_stops_all_at_the_end_of_the_step(images, tmp_path):
     settings = {"fault": "1:3:SIGTERM", "start_with": "mpi", "status": STOPPED}
     shown = start(images, tmp_path, "--log-every", "1000", **settings)
     assert "stopped at step 4 and saved" in shown, shown
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000004"]
 
 
-def test_early_and_repeated_stop_signals_stop_once(images: Path, tmp_path: Path) -> None:
+def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
     command = training(images, tmp_path, "--log-every", "2", plain=True)
     # As the scripts in jobs/ start ranks.
     with started(["env", "--block-signal=USR1", *command]) as process:
@@ -104,14 +102,14 @@ def test_early_and_repeated_stop_signals_stop_once(images: Path, tmp_path: Path)
     assert "stopped at step 1 and saved" in output
 
 
-def test_no_rank_exits_before_the_last_one_has_closed_its_loggers(images: Path, tmp_path: Path) -> None:
+def test_no_rank_exits_before_the_last_one_has_closed_its_loggers(images, tmp_path):
     """horovodrun kills all ranks when one exits with status 75."""
     shown = start(images, tmp_path, fault="0:0:slow-close", stop_at=2)
     assert "Exit code: 75" in shown, shown
     assert not (tmp_path / "run" / "lock.json").exists()
 
 
-def test_a_state_that_is_not_finite_replaces_no_checkpoint(images: Path, tmp_path: Path) -> None:
+def test_a_state_that_is_not_finite_replaces_no_checkpoint(images, tmp_path):
     """The loss is not finite after one step with such a rate; neither is that after a return."""
     flags = ("--checkpoint-every", "1", "--log-every", "50", "--keep-checkpoints", "3")
     start(images, tmp_path, *flags, stop_at=3)
@@ -125,7 +123,7 @@ def test_a_state_that_is_not_finite_replaces_no_checkpoint(images: Path, tmp_pat
         assert_finite(tmp_path, checkpoint.name)
 
 
-def test_an_evaluation_that_cannot_be_written_is_one_error(images: Path, tmp_path: Path) -> None:
+def test_an_evaluation_that_cannot_be_written_is_one_error(images, tmp_path):
     (tmp_path / "run" / "checkpoints" / "best").mkdir(parents=True)  # a folder in place of the link
     shown = start(images, tmp_path, status=FAILED, seconds=60)
     assert only_error(shown, "evaluation")
@@ -134,7 +132,7 @@ def test_an_evaluation_that_cannot_be_written_is_one_error(images: Path, tmp_pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a host name of its own needs root")
-def test_a_host_whose_name_has_no_address_is_named(images: Path, tmp_path: Path) -> None:
+def test_a_host_whose_name_has_no_address_is_named(images, tmp_path):
     """Gloo would end in a segmentation fault."""
     command = [*launcher("gloo", 2, plain=True), *training(images, tmp_path, plain=True)]
     renamed = ["unshare", "--uts", "bash", "-c", f"hostname nosuchhost; exec {shlex.join(command)}"]
@@ -144,7 +142,7 @@ def test_a_host_whose_name_has_no_address_is_named(images: Path, tmp_path: Path)
     assert "139" not in done.stdout
 
 
-def test_files_keep_the_umask(images: Path, tmp_path: Path) -> None:
+def test_files_keep_the_umask(images, tmp_path):
     command = shlex.join([*training(images, tmp_path / "runs"), "--epochs", "1"])
     done = run(["sh", "-c", f"umask 077; exec {command}"])
     assert done.returncode == 0, done.stdout

@@ -72,7 +72,7 @@ def check(undisturbed: Path, output: Path) -> None:
 
 
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
-def test_faults_do_not_change_the_weights(images: Path, tmp_path: Path, start_with: str) -> None:
+def test_faults_do_not_change_the_weights(images, tmp_path, start_with):
     undisturbed = tmp_path / "undisturbed"
     assert DONE in start(images, undisturbed, *LONGER, start_with=start_with)
     chance, completed = random.Random(7), 0

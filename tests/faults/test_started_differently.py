@@ -28,14 +28,7 @@ TRAIN = ("horovod_volo.train", *SMALL)
         (("horovod_volo.evaluate", "--weights", "nowhere"), "mpi", "--batch-size 5", ("--batch-size is",)),
     ],
 )
-def test_what_differs_is_named(
-    images: Path,
-    tmp_path: Path,
-    entry: tuple[str, ...],
-    start_with: str,
-    on_rank_1: str,
-    messages: tuple[str, ...],
-) -> None:
+def test_what_differs_is_named(images, tmp_path, entry, start_with, on_rank_1, messages):
     module, *flags = entry
     where = ["--output", str(tmp_path / "runs")] if entry is TRAIN else []
     command = shlex.join([*python(), "-m", module, str(images), *flags, *where])

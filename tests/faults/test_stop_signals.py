@@ -76,9 +76,7 @@ def partials(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(("number", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_pack_ends_with_its_workers_and_resumes(
-    folder: Path, tmp_path: Path, number: signal.Signals, to_all: bool
-) -> None:
+def test_pack_ends_with_its_workers_and_resumes(folder, tmp_path, number, to_all):
     out = tmp_path / "out"
     arguments = ["horovod_volo.pack", folder / "large", out, "--resize", "1200", "--workers", "2"]
     arguments += ["--shard-images", "5"]
@@ -97,7 +95,7 @@ def test_pack_ends_with_its_workers_and_resumes(
         assert done.returncode == 0, done.stdout
 
 
-def test_workers_that_are_starting_print_nothing(folder: Path, tmp_path: Path) -> None:
+def test_workers_that_are_starting_print_nothing(folder, tmp_path):
     out = tmp_path / "out"
     arguments = ["horovod_volo.pack", folder / "large", out, "--workers", "2", "--shard-images", "10"]
     plan = out / ".packing" / "train.plan.json"
@@ -106,7 +104,7 @@ def test_workers_that_are_starting_print_nothing(folder: Path, tmp_path: Path) -
     assert [line for line in lines if "images of train" not in line] == lines[-1:]
 
 
-def test_an_import_of_labels_ends_with_its_workers(folder: Path, tmp_path: Path) -> None:
+def test_an_import_of_labels_ends_with_its_workers(folder, tmp_path):
     published = tmp_path / "published"
     for name in ("a", "b", "c"):  # three shards, which are written one image at a time
         (published / name).mkdir(parents=True)
@@ -137,9 +135,7 @@ DOCTOR = ["doctor", "--shared", "{out}/runs"]
         (DOCTOR, signal.SIGINT, 2.0, "the doctor is stopped, without a report"),
     ],
 )
-def test_a_command_ends_with_one_line(
-    folder: Path, tmp_path: Path, command: list[str], number: signal.Signals, delay: float, text: str
-) -> None:
+def test_a_command_ends_with_one_line(folder, tmp_path, command, number, delay, text):
     ready = time.monotonic() + delay
     name, *flags = (word.format(folder=folder, out=tmp_path) for word in command)
     status, lines, seconds = stop([f"horovod_volo.{name}", *flags], number, lambda: time.monotonic() > ready)
@@ -149,7 +145,7 @@ def test_a_command_ends_with_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_an_export_leaves_nothing(folder, tmp_path):
     arguments = ["horovod_volo.export", folder / "weights.pt", tmp_path / "out", *MODEL, "--onnx"]
     status, lines, _ = stop(arguments, signal.SIGINT, lambda: partials(tmp_path))
     assert status == 130
@@ -159,7 +155,7 @@ def test_an_export_leaves_nothing(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start_with", [pytest.param("gloo", marks=pytest.mark.soak), "mpi"])
-def test_ranks_print_one_line(folder: Path, start_with: str) -> None:
+def test_ranks_print_one_line(folder, start_with):
     """Rank 1 never joins, so that rank 0 waits for it inside Horovod; or both are at work."""
     evaluate = ["-m", "horovod_volo.evaluate", str(folder / "demo"), "--weights", str(folder / "weights.pt")]
     evaluate += [*MODEL, "--split", "train", "--batch-size", "1", "--catalog-dir", str(folder / "catalogs")]

@@ -72,7 +72,9 @@ def _server() -> str:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.ranks.fork_server", str(folder / "socket")],
             cwd=ROOT,
-            env=os.environ | SERVER_ENVIRONMENT | {"PYTHONWARNINGS": python_warnings()},
+            env=os.environ
+            | SERVER_ENVIRONMENT
+            | {"PYTHONWARNINGS": python_warnings(), "PYTHONUNBUFFERED": ""},
             stdin=subprocess.PIPE,  # the server ends when this is closed
             stdout=subprocess.PIPE,
             stderr=stderr,

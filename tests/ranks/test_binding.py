@@ -45,7 +45,7 @@ def found_in(out: Path) -> list[dict[str, Any]]:
     return [torch.load(out / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def test_each_rank_has_its_node(two_nodes: Path, tmp_path: Path) -> None:
+def test_each_rank_has_its_node(two_nodes, tmp_path):
     found = bound(tmp_path, launcher("gloo", 2, plain=True), "numa", two_nodes)
     for rank, saved in enumerate(found):
         assert saved["cpus"] == [ALLOWED_CPUS[rank]]
@@ -60,7 +60,7 @@ def test_each_rank_has_its_node(two_nodes: Path, tmp_path: Path) -> None:
         assert [found[1][name] for name in ("memory", "policy", "warnings")] == [[], ["default"], refused]
 
 
-def test_binding_none_changes_nothing(two_nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_binding_none_changes_nothing(two_nodes, monkeypatch):
     for name in ("HOROVOD_RANK", "HOROVOD_LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     for name in ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"):
@@ -70,7 +70,7 @@ def test_binding_none_changes_nothing(two_nodes: Path, monkeypatch: pytest.Monke
     assert (sorted(cpus_of_threads()), memory_nodes()) == before
 
 
-def test_cpus_bound_by_the_launcher_are_not_changed(tmp_path: Path) -> None:
+def test_cpus_bound_by_the_launcher_are_not_changed(tmp_path):
     command = ["mpirun", "-np", "2", "-bind-to", "core", "-map-by", "slot"]
     found = bound(tmp_path, command, "core", Path("/"))
     assert {saved["threads"][0] for saved in found} == {str(cpu) for cpu in ALLOWED_CPUS[:2]}
@@ -81,7 +81,7 @@ def test_cpus_bound_by_the_launcher_are_not_changed(tmp_path: Path) -> None:
         assert saved["warnings"] == [warning]
 
 
-def test_a_run_has_the_binding_that_it_reports(images: Path, tmp_path: Path) -> None:
+def test_a_run_has_the_binding_that_it_reports(images, tmp_path):
     """Horovod's timeline and its tuning are written, too."""
     line, tried = tmp_path / "line.json", tmp_path / "tried.csv"
     flags = (

@@ -121,9 +121,7 @@ def whole(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @both_tasks
-def test_a_stopped_run_resumes_to_the_bit(
-    scenes: Path, whole: Whole, tmp_path: Path, task: DenseTask
-) -> None:
+def test_a_stopped_run_resumes_to_the_bit(scenes, whole, tmp_path, task):
     """A segmentation goes on with the same scenes in shards."""
     start(task, scenes, tmp_path, start_with="mpi", stop_at=2)
     if task is SEGMENTATION:
@@ -151,7 +149,7 @@ def test_a_stopped_run_resumes_to_the_bit(
 
 
 @both_tasks
-def test_damaged_files_are_left_out(changed: Path, tmp_path: Path, task: DenseTask) -> None:
+def test_damaged_files_are_left_out(changed, tmp_path, task):
     (changed / task.files.format("00003")).write_bytes(b"no image")
     Image.new("L" if task is SEGMENTATION else "RGB", (5, 5)).save(changed / task.files.format("00004"))
     image = changed / "images" / "val" / "00002.jpg"
@@ -166,7 +164,7 @@ def test_damaged_files_are_left_out(changed: Path, tmp_path: Path, task: DenseTa
         assert "Repair or remove it, or skip such samples" in shown
 
 
-def test_a_rank_without_boxes_trains_on(changed: Path, tmp_path: Path) -> None:
+def test_a_rank_without_boxes_trains_on(changed, tmp_path):
     """The first image alone has boxes: most steps have a rank without, and some have none at all."""
     file = changed / "boxes" / "train.json"
     content = json.loads(file.read_text())
@@ -211,7 +209,7 @@ def context_of(world: World) -> RankContext:
     return RankContext(world, CPU, 2, IMAGENET_NORMALIZATION, autocast("fp32", CPU))
 
 
-def test_metrics_do_not_depend_on_ranks_or_order(scenes: Path, tmp_path: Path) -> None:
+def test_metrics_do_not_depend_on_ranks_or_order(scenes, tmp_path):
     modes = [partial(pixel_metrics, scenes=scenes, mode=mode) for mode in ("whole", "slide")]
     calls = (partial(box_metrics, scenes=scenes), *modes)
     for call, on_both in zip(calls, on_ranks(tmp_path, *calls), strict=True):
@@ -230,9 +228,7 @@ def evaluated(scenes: Path, weights: Path, *arguments: str) -> tuple[int, str]:
 
 
 @both_tasks
-def test_evaluating_a_run_gives_its_figures_and_predictions(
-    scenes: Path, whole: Whole, tmp_path: Path, task: DenseTask
-) -> None:
+def test_evaluating_a_run_gives_its_figures_and_predictions(scenes, whole, tmp_path, task):
     flags = ("--predictions", str(tmp_path / "p"), "--json", str(tmp_path / "r.json"), "--per-class", "2")
     status, output = evaluated(scenes, whole(task) / "run" / "checkpoints" / "last", *flags)
     assert status == 0, output
@@ -272,7 +268,7 @@ def ap_of_file(scenes: Path, predictions: Path) -> float:
 
 
 @both_tasks
-def test_two_ranks_evaluate_as_one(scenes: Path, whole: Whole, tmp_path: Path, task: DenseTask) -> None:
+def test_two_ranks_evaluate_as_one(scenes, whole, tmp_path, task):
     """A segmentation also with several sizes, whose figures differ from those of one size."""
     arguments = [str(scenes), "--weights", str(whole(task) / "run"), *task.evaluation]
     files = [tmp_path / "one.json", tmp_path / "two.json"]
@@ -289,7 +285,7 @@ def test_two_ranks_evaluate_as_one(scenes: Path, whole: Whole, tmp_path: Path, t
 
 
 @both_tasks
-def test_weights_for_other_classes_are_refused(changed: Path, whole: Whole, task: DenseTask) -> None:
+def test_weights_for_other_classes_are_refused(changed, whole, task):
     if task is SEGMENTATION:
         file = changed / "classes.txt"
         first, second, *others = file.read_text().splitlines()
@@ -326,7 +322,7 @@ def test_weights_for_other_classes_are_refused(changed: Path, whole: Whole, task
         (DETECTION, "--model resnet18", "has no drop path and no --grad-checkpoint"),
     ],
 )
-def test_wrong_settings_are_refused(scenes: Path, tmp_path: Path, capfd, task, flags, message) -> None:
+def test_wrong_settings_are_refused(scenes, tmp_path, capfd, task, flags, message):
     assert train([str(scenes), *task.flags, "--output", str(tmp_path), *flags.split()]) == MISTAKE
     assert message in capfd.readouterr().err
 
@@ -341,13 +337,13 @@ def test_wrong_settings_are_refused(scenes: Path, tmp_path: Path, capfd, task, f
         (DETECTION, "--real real.json", "--real is for classification, but"),
     ],
 )
-def test_wrong_flags_of_an_evaluation_are_refused(scenes: Path, whole: Whole, task, flags, message) -> None:
+def test_wrong_flags_of_an_evaluation_are_refused(scenes, whole, task, flags, message):
     status, output = evaluated(scenes, whole(task) / "run", *flags.split())
     assert status == MISTAKE
     assert message in output
 
 
-def test_ade20ks_server_counts_from_one(tmp_path: Path) -> None:
+def test_ade20ks_server_counts_from_one(tmp_path):
     splits: dict[Split, str] = {"train": "training", "val": "validation"}
     layout = SceneLayout("ade20k", ("a", "b"), True, "images/{split}", "annotations/{split}", splits)
     names = ("deep/ADE_val_00000001.jpg",)

@@ -46,7 +46,7 @@ def as_file(folder: Path, text: str) -> str:
     return str(folder / "program.py")
 
 
-def test_a_fork_has_the_environment_of_a_plain_interpreter(tmp_path: Path) -> None:
+def test_a_fork_has_the_environment_of_a_plain_interpreter(tmp_path):
     as_file(tmp_path, PRINT_ENVIRONMENT)
     last_cpu = ("taskset", "--cpu-list", str(max(os.sched_getaffinity(0))))
     extra = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "ONLY_HERE": "a b"}
@@ -56,7 +56,7 @@ def test_a_fork_has_the_environment_of_a_plain_interpreter(tmp_path: Path) -> No
     assert (found[0], found[2]) == (3, "to the other stream\n")
 
 
-def test_a_fork_ends_like_a_plain_interpreter(tmp_path: Path) -> None:
+def test_a_fork_ends_like_a_plain_interpreter(tmp_path):
     for text in ("raise ValueError('wrong')", "import os; os.kill(os.getpid(), 9)", "import os; os.abort()"):
         status, _, stderr = ran(False, as_file(tmp_path, text))
         expected, _, expected_stderr = ran(True, as_file(tmp_path, text))
@@ -68,7 +68,7 @@ def test_a_fork_ends_like_a_plain_interpreter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_is_forwarded_to_the_fork(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_is_forwarded_to_the_fork(tmp_path, number):
     file = tmp_path / "pid"
     with subprocess.Popen(
         [*python(), as_file(tmp_path, WAIT_FOR_A_SIGNAL), str(file)], env=environment()
@@ -87,13 +87,13 @@ def test_a_signal_is_forwarded_to_the_fork(tmp_path: Path, number: signal.Signal
             pytest.fail("the child has not ended")
 
 
-def test_variables_that_libraries_read_on_loading_cannot_change(tmp_path: Path) -> None:
+def test_variables_that_libraries_read_on_loading_cannot_change(tmp_path):
     status, _, stderr = ran(False, as_file(tmp_path, "pass"), extra={"OMP_WAIT_POLICY": "ACTIVE"})
     assert status == 1
     assert "refused: OMP_WAIT_POLICY cannot change" in stderr
 
 
-def test_a_warning_is_an_error(tmp_path: Path) -> None:
+def test_a_warning_is_an_error(tmp_path):
     program = as_file(tmp_path, "import sys, warnings; warnings.warn(sys.argv[1])")
     for plain in (True, False):
         assert ran(plain, program, "The .grad attribute of a Tensor that is not a leaf Tensor") == (0, "", "")
@@ -102,7 +102,7 @@ def test_a_warning_is_an_error(tmp_path: Path) -> None:
         assert stderr.splitlines()[-1] == "UserWarning: of another kind"
 
 
-def test_numbers_drawn_without_a_seed_differ(tmp_path: Path) -> None:
+def test_numbers_drawn_without_a_seed_differ(tmp_path):
     program = as_file(tmp_path, "import random, numpy; print(random.random(), numpy.random.rand())")
     first, second = ran(False, program), ran(False, program)
     assert first[0] == second[0] == 0

@@ -13,7 +13,7 @@ def read(file: Path) -> list[dict]:
     return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
 
 
-def test_steps_of_two_ranks_are_profiled(images: Path, tmp_path: Path) -> None:
+def test_steps_of_two_ranks_are_profiled(images, tmp_path):
     flags = ("--no-token-label", "--log-every", "1")
     profile = ("--profile", "steps=2:3", "--horovod-timeline", str(tmp_path / "timeline.json"))
     shown = start(images, tmp_path / "profiled", *flags, *profile, stop_at=4)

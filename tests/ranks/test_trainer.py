@@ -137,7 +137,7 @@ def read_shards(world: World, *, address: str, out: Path) -> tuple[str, list[tup
         return catalog.digest, [(index, hashlib.sha256(catalog.read(index)).hexdigest()) for index in own]
 
 
-def test_two_ranks_train_with_callbacks_and_data_sets(demo_images, tmp_path: Path) -> None:
+def test_two_ranks_train_with_callbacks_and_data_sets(demo_images, tmp_path):
     images, out = demo_images(40, 21), tmp_path / "out"  # 21 images of 2 ranks: one more on a rank
     assert pack([str(images), str(tmp_path / "shards"), "--shard-images", "16"]) == 0
     with serving(tmp_path / "shards") as server:

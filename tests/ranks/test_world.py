@@ -5,7 +5,6 @@ That ranks which would train alone are refused is shown in tests/faults/test_doc
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,7 +55,7 @@ def fail_on(rank: int, world: World) -> None:
     ("start_with", "ranks", "controller"),
     [("gloo", 3, "gloo"), ("horovodrun-mpi", 2, "MPI"), ("mpi", 3, "MPI")],
 )
-def test_ranks_agree(tmp_path: Path, start_with: str, ranks: int, controller: str) -> None:
+def test_ranks_agree(tmp_path, start_with, ranks, controller):
     (found,) = on_ranks(tmp_path, collectives, ranks=ranks, start_with=start_with)
     for rank, result in enumerate(found):
         assert result.pop("total") == [sum(range(ranks)), ranks * 2.0**40 + sum(range(ranks))]
