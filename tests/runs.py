@@ -17,7 +17,6 @@ from tests.ranks.launching import train
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "1", "--warmup-epochs", "0")
 FINISHED, MISTAKE, STOPPED = 0, 2, 75
 FAILED = -1  # any status but those of a run that has finished or stopped
-INJECTED = "tests.faults.injected"
 
 
 def start(
@@ -30,7 +29,6 @@ def start(
     status: int = FINISHED,
     stop_at: int = 0,
     fault: str = "",
-    plugins: str = INJECTED,
     **settings: Any,
 ) -> str:
     """Train, require the exit status, or the stop at a step, and return what was printed."""
@@ -39,7 +37,7 @@ def start(
     if stop_at:
         arguments += ["--stop-at-step", str(stop_at)]
     if fault:
-        arguments += ["--plugin", plugins]
+        arguments += ["--plugin", "tests.faults.injected"]
         settings["INJECTED_FAULT"] = fault
     done = train(*arguments, ranks=ranks, start_with=start_with, **settings)
     if stop_at:

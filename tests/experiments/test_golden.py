@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.values import assemble
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.setup import setup
@@ -50,11 +49,9 @@ PLAIN = {"token_label": False, "mix_token": False, "drop_path": 0.0, "smoothing"
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(demo_images: Callable[[int, int], Path]) -> Path:
     """Return a folder of demo images and label maps for an epoch of a hundred batches."""
-    folder = tmp_path_factory.mktemp("golden") / "images"
-    make_demo_set(folder, train=STEPS * BATCH, val=20)
-    return folder
+    return demo_images(STEPS * BATCH, 20)
 
 
 @pytest.fixture(autouse=True)

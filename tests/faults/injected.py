@@ -2,12 +2,14 @@
 
 The rank meets the fault when it asks for a batch after so many steps of the run's first epoch. STEPS is a
 number, a first and a last one, as 3-5, or several of these, as 0,4. Several faults are separated by spaces.
-Those of _FROM_THE_START do not depend on STEPS.
+Those of _FROM_THE_START do not depend on STEPS. With CONSUMED=FOLDER in the environment, the images of each
+step are recorded before its fault, in one file for each rank and start.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import signal
@@ -15,12 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.step_statistics import StepStatistics
 from horovod_volo.data.images import catalog
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import TrainLoader
@@ -28,6 +33,7 @@ from horovod_volo.monitor.run_logger import RunLogger
 
 _batches, _read, _close, _initialize = TrainLoader.batches, Catalog.read, RunLogger.close, Reducer.__init__
 _reducers: list[Reducer] = []
+_FILE = f"{time.time_ns()}_{read_launch_env().rank}.jsonl"
 
 
 def _lock_interpreter() -> None:
@@ -90,6 +96,9 @@ def _noted(self: Reducer, *arguments: Any, **options: Any) -> None:
 
 def _faulty(self: TrainLoader, epoch: int, first_step: int) -> Iterator[Any]:
     for step, batch in enumerate(_batches(self, epoch, first_step), start=first_step):
+        if folder := os.environ.get("CONSUMED"):
+            with Path(folder, _FILE).open("a") as file:
+                print(json.dumps([epoch * self.steps + step, batch.indices.tolist()]), file=file)
         if epoch == 0 and step in _own:
             _own[step](batch)
         yield batch
@@ -118,7 +127,18 @@ def _close_slowly(self: RunLogger) -> None:
     _close(self)
 
 
+def _learn_late() -> None:
+    """Let the host learn one step late what ranks agreed on, as on several GPUs."""
+
+    def skip_on_device(statistics: StepStatistics) -> None:
+        statistics.found_inf = statistics._averaged.new_zeros(())
+
+    StepStatistics.skip_on_device = skip_on_device  # type: ignore[method-assign]
+    torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+
+
 _FROM_THE_START = {
+    "late": _learn_late,
     "import": lambda: time.sleep(600),
     "unlisted": lambda: setattr(catalog, "list_images", _list_for_ever),
     "slow-close": lambda: setattr(RunLogger, "close", _close_slowly),

@@ -143,8 +143,6 @@ def test_any_number_of_ranks_divides_the_global_batch():
     [
         ({}, "--elastic needs --global-batch"),
         ({"global_batch": 3}, "--global-batch 3 leaves a rank of 4 without an image"),
-        ({"global_batch": 8, "shard_optimizer": True}, "Drop --shard-optimizer, or --elastic"),
-        ({"global_batch": 8, "horovod_autotune": "log"}, "Drop --horovod-autotune, or --elastic"),
     ],
 )
 def test_settings_that_cannot_be_elastic(settings, message):

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runs import (
-    FAILED,
-    INJECTED,
-    assert_finite,
-    assert_same_state,
-    only_error,
-    records,
-    start,
-    state,
-    steps,
-)
+from tests.runs import FAILED, assert_finite, assert_same_state, only_error, records, start, state, steps
 
 EVERY = ("--checkpoint-every", "2", "--log-every", "1", "--drop-path", "0.1")
-FP16_MESSAGES, LATE = ("--compression", "fp16"), f"{INJECTED},tests.faults.late_outcomes"
+FP16_MESSAGES, LATE = ("--compression", "fp16"), "0:0:late 1:0:late "
 SKIPPED = "warning: step {} is skipped: its {} not finite on rank {}, samples "
 
 
@@ -93,10 +83,9 @@ def test_outcomes_that_are_known_one_step_late_change_nothing(images, tmp_path):
         "0.1",
     )
     ledgers = []
-    for name, plugins in (("at once", INJECTED), ("late", LATE)):
-        shown = start(
-            images, tmp_path / name, *flags, "--log-every", "4", fault="1:0,4:inf-matrix", plugins=plugins
-        )
+    for name, late in (("at once", ""), ("late", LATE)):
+        fault = f"{late}1:0,4:inf-matrix"
+        shown = start(images, tmp_path / name, *flags, "--log-every", "4", fault=fault)
         for step in (1, 5):
             assert shown.count(SKIPPED.format(step, "gradients are", 1)) == 1, shown
         ledgers.append((tmp_path / name / "run" / "ledger.jsonl").read_text().splitlines()[1:])
@@ -107,7 +96,7 @@ def test_outcomes_that_are_known_one_step_late_change_nothing(images, tmp_path):
 def test_losses_that_are_known_late_return_to_a_checkpoint_as_soon(images, tmp_path):
     """Of the second time, the last of the three losses is that of the last step but one."""
     flags = (*EVERY, "--batch-size", "2", "--log-every", "40")
-    shown = start(images, tmp_path, *flags, fault="1:4-6,16-18:nan", plugins=LATE)
+    shown = start(images, tmp_path, *flags, fault=f"{LATE}1:4-6,16-18:nan")
     assert shown.count("is skipped") == 6, shown
     for step in (7, 19):
         assert f"training goes on after step {step}" in shown

@@ -41,12 +41,10 @@ def test_a_killed_and_resumed_epoch_has_each_sample_once(demo_images, tmp_path, 
         "1",
     )
     flags += ("--block-shuffle", "5", "--shuffle-window", "3")
-    # The recorder is first, so that it takes in a batch before the rank is killed for it.
-    plugins = "tests.ranks.consumed,tests.faults.injected"
 
     def attempt(ranks: int, start_with: str, fault: str, **end: int) -> tuple[str, dict[int, Counter[int]]]:
         more = (*flags, "--batch-size", str(GLOBAL_BATCH // ranks))
-        settings = {"ranks": ranks, "start_with": start_with, "fault": fault, "plugins": plugins}
+        settings = {"ranks": ranks, "start_with": start_with, "fault": fault}
         return start(shards, tmp_path, *more, **settings, **end), read_records(folder, ranks)
 
     _, first = attempt(2, "gloo", f"1:{KILLED_AT}:SIGKILL", status=FAILED)

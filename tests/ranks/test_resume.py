@@ -214,13 +214,6 @@ def test_a_sharded_run_resumes_on_other_numbers_of_ranks(images, tmp_path):
     assert state(tmp_path)["optimizer head.weight/step"] == 6
 
 
-def test_a_batch_that_would_shift_the_samples_is_refused(images, tmp_path):
-    start(images, tmp_path, stop_at=3)
-    refused = start(images, tmp_path, *AUTO, **ON_ONE, status=MISTAKE)
-    assert "With 1 ranks, batch size x accumulation must be 8: --global-batch 8 sets both." in refused
-    start(images, tmp_path, *AUTO, "--batch-size", "8", **ON_ONE)
-
-
 def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
     """The same command on one rank has twice the micro-batches and the same samples in each step."""
     global_batch = ("--global-batch", "8")

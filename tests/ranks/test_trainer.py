@@ -32,35 +32,21 @@ FAILURES = {
 
 
 class EveryPoint(Callback):
-    """A callback with one method for all points."""
+    """A callback with one method, `at`, for all points."""
 
-    def at(self, run: TrainContext, point: str) -> None:
-        raise NotImplementedError
 
-    def started(self, run: TrainContext) -> None:
-        self.at(run, "started")
-
-    def step_done(self, run: TrainContext) -> None:
-        self.at(run, "step_done")
-
-    def logged(self, run: TrainContext, values: Any) -> None:
-        self.at(run, "logged")
-
-    def evaluated(self, run: TrainContext, metrics: Any) -> None:
-        self.at(run, "evaluated")
-
-    def ended(self, run: TrainContext, *, finished: bool) -> None:
-        self.at(run, "ended finished" if finished else "ended")
+for _point in FAILURES:
+    setattr(EveryPoint, _point, lambda self, run, *_, point=_point, **facts: self.at(run, point, **facts))
 
 
 class NotedPoints(EveryPoint):
     """Notes the points at which it was called, with the step of each."""
 
     def __init__(self) -> None:
-        self.points: list[tuple[str, int]] = []
+        self.points: list[tuple[Any, ...]] = []
 
-    def at(self, run: TrainContext, point: str) -> None:
-        self.points.append((point, run.step))
+    def at(self, run: TrainContext, point: str, **facts: bool) -> None:
+        self.points.append((point, run.step, *facts.values()))
 
 
 class FailsOnRank(EveryPoint):
@@ -69,15 +55,15 @@ class FailsOnRank(EveryPoint):
     def __init__(self, step: int, point: str) -> None:
         self.step, self.point = step, point
 
-    def at(self, run: TrainContext, point: str) -> None:
-        if (run.world.rank, run.step, point.split()[0]) == (1, self.step, self.point):
+    def at(self, run: TrainContext, point: str, **facts: bool) -> None:
+        if (run.world.rank, run.step, point) == (1, self.step, self.point):
             raise KeyError("no such layer")
 
 
 class ExchangesAlways(EveryPoint):
     """Calls a collective at every point."""
 
-    def at(self, run: TrainContext, point: str) -> None:
+    def at(self, run: TrainContext, point: str, **facts: bool) -> None:
         assert run.world.allgather_object(run.step) == [run.step] * 2
 
 
@@ -160,7 +146,7 @@ def check_trainings(trainings: list[Any]) -> None:
     # 40 images, 4 on each of 2 ranks: 5 steps an epoch.
     steps = [("step_done", step) for step in range(1, 11)]
     points = [("started", 0), *steps[:5], ("logged", 5), ("evaluated", 5)]
-    points += [*steps[5:], ("logged", 10), ("evaluated", 10), ("ended finished", 10)]
+    points += [*steps[5:], ("logged", 10), ("evaluated", 10), ("ended", 10, True)]
     for rank in trainings:
         assert rank["points"] == points
         assert rank["finished"]
