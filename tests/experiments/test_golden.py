@@ -35,15 +35,8 @@ RECORDED = Path(__file__).parent / "golden_losses.json"
 COMPARED, ROUNDING = 40, 2e-4
 
 # The recorded run uses all methods of the published recipes, at a size that takes seconds.
-COMPLETE = {
-    "token_label": True,
-    "ground_truth": True,
-    "mix_token": True,
-    "aa": "rand-m9-mstd0.5-inc1",
-    "reprob": 0.25,
-    "drop_path": 0.2,
-    "ema_decay": 0.99,
-}
+COMPLETE = {"token_label": True, "ground_truth": True, "mix_token": True, "aa": "rand-m9-mstd0.5-inc1"}
+COMPLETE |= {"reprob": 0.25, "drop_path": 0.2, "ema_decay": 0.99}
 # Settings that a simple loop on timm's network supports, too.
 PLAIN = {"token_label": False, "mix_token": False, "drop_path": 0.0, "smoothing": 0.1}
 
@@ -65,19 +58,9 @@ def one_thread() -> Iterator[None]:
 
 def context_of(images: Path, output: Path, **settings: Any) -> TrainContext:
     """Set up a run in this process."""
-    usual = {
-        "data_dir": str(images),
-        "output": str(output),
-        "model": "volo_demo",
-        "img_size": PIXELS,
-        "batch_size": BATCH,
-        "workers": 2,
-        "lr": 1e-3,
-        "epochs": 1,
-        "warmup_epochs": 0,
-        "clip_grad": 1.0,
-        "compression": "none",
-    }
+    usual = {"data_dir": str(images), "output": str(output), "model": "volo_demo", "img_size": PIXELS}
+    usual |= {"batch_size": BATCH, "workers": 2, "lr": 1e-3, "epochs": 1, "warmup_epochs": 0}
+    usual |= {"clip_grad": 1.0, "compression": "none"}
     if settings["token_label"]:
         usual["token_label_data"] = str(images / "token_labels")
     context, _ = setup(assemble(usual | settings, fallback_name="golden"), World.single(), StopRequest())
@@ -135,8 +118,8 @@ class SimpleLoop:
     def __init__(self, network: nn.Module, context: TrainContext) -> None:
         self.losses: list[float] = []
         self._network, self._lr = network, context.lr
-        exempt = network.no_weight_decay()  # type: ignore[operator]
         update = context.config.update
+        exempt = network.no_weight_decay()  # type: ignore[operator]
         decayed, others = [], []
         for name, parameter in network.named_parameters():
             plain = parameter.ndim <= 1 or name in exempt

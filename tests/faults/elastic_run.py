@@ -30,11 +30,7 @@ class ElasticTrial:
         self._hosts, self._output = folder / "hosts", folder / "output.txt"
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=dict(variables),
-                start_new_session=True,
+                command, stdout=output, stderr=subprocess.STDOUT, env=dict(variables), start_new_session=True
             )
 
     def change_hosts(self, hosts: str) -> None:

@@ -16,7 +16,7 @@ TRAINING = {
     *("time/data", "time/compute", "time/hours"),
 }
 OF_SEVERAL_RANKS = {
-    *("time/exchange", "ranks/step_seconds_min", "ranks/step_seconds_median", "ranks/step_seconds_max"),
+    *("time/exchange", "ranks/step_seconds_min", "ranks/step_seconds_median", "ranks/step_seconds_max")
 }
 TEXTS = {"run/recipe", "run/model", "run/ranks"}
 # A CPU has no peak and no memory of its own; without fp16 there is no loss scale; no image is damaged.

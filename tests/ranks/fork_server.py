@@ -16,7 +16,6 @@ The server ends with its standard input, and its children with the server.
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -80,22 +79,6 @@ def fixed_variables(environment: dict[str, str]) -> dict[str, str]:
     }
 
 
-def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Read a request and the three streams that it passes."""
-    streams = array.array("i")
-    data, others, _, _ = client.recvmsg(65536, socket.CMSG_SPACE(3 * streams.itemsize))
-    for level, kind, content in others:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            streams.frombytes(content)
-    size, _, rest = data.partition(b"\n")
-    while len(rest) < int(size):
-        more = client.recv(65536)
-        if not more:
-            raise ConnectionError("a request ended early")
-        rest += more
-    return json.loads(rest), streams.tolist()
-
-
 def serve(address: str) -> list[str]:
     """Fork for each client. Returns only in the processes of programs, with their arguments."""
     server_variables = fixed_variables(dict(os.environ))
@@ -124,7 +107,9 @@ def serve(address: str) -> list[str]:
 def attend(client: socket.socket, server_variables: dict[str, str]) -> list[str]:
     """Fork the program of a client, pass signals on to it, and return its exit status to the client."""
     end_with_parent()
-    request, streams = receive(client)
+    _, streams, _, _ = socket.recv_fds(client, 1, 3)
+    # Not buffered, so that no signal after the line is read.
+    request = json.loads(client.makefile("rb", buffering=0).readline())
     if names := different_variables(request["environment"], server_variables):
         client.sendall(
             f"refused: {', '.join(sorted(names))} cannot change in a fork of a process that has loaded "

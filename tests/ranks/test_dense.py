@@ -44,7 +44,7 @@ from horovod_volo.pack import main as pack
 from horovod_volo.train import main as train
 from tests import runs
 from tests.ranks.launching import alone, launcher, on_ranks, python, run
-from tests.runs import MISTAKE, assert_same_state, records, state, steps
+from tests.runs import FINISHED, MISTAKE, assert_same_state, records, state, steps
 
 CPU = torch.device("cpu")
 CLASSES = 7
@@ -60,7 +60,6 @@ class DenseTask(NamedTuple):
     scores: tuple[str, ...]
     files: str  # of which a run leaves out those that are damaged
     left_out: tuple[str, ...]
-    evaluation: tuple[str, ...]
 
 
 SMALL = ("--img-size", "64", "--epochs", "2", "--drop-path", "0.2", "--ema-decay", "0.9", "--log-every", "1")
@@ -72,7 +71,6 @@ SEGMENTATION = DenseTask(
     ("miou", "pixel_accuracy", "class_accuracy", "images"),
     "masks/train/{}.png",
     ("00003.png is not a complete mask", "00004.png has 5 x 5 pixels", "left out: "),
-    ("--scales", "0.75", "1.5", "--flip", "--test-mode", "slide"),
 )
 DETECTION = DenseTask(
     ("--recipe", "detection_demo", *SMALL, "--warmup-epochs", "0", "--hue", "18"),
@@ -82,7 +80,6 @@ DETECTION = DenseTask(
     ("ap", "ap50", "ar100", "images"),
     "images/train/{}.jpg",
     ("00003.jpg cannot be decoded: it", "00004.jpg has 5 x 5 pixels", "left out: "),
-    ("--batch-size", "4"),
 )
 both_tasks = pytest.mark.parametrize("task", [SEGMENTATION, DETECTION], ids=["segmentation", "detection"])
 Whole = Callable[[DenseTask], Path]
@@ -228,16 +225,38 @@ def evaluated(scenes: Path, weights: Path, *arguments: str) -> tuple[int, str]:
 
 
 @both_tasks
-def test_evaluating_a_run_gives_its_figures_and_predictions(scenes, whole, tmp_path, task):
-    flags = ("--predictions", str(tmp_path / "p"), "--json", str(tmp_path / "r.json"), "--per-class", "2")
-    status, output = evaluated(scenes, whole(task) / "run" / "checkpoints" / "last", *flags)
-    assert status == 0, output
-    found, in_run = json.loads((tmp_path / "r.json").read_text()), records(whole(task), task.scores[0])[-1]
-    assert [found[name] for name in task.scores] == [in_run[name] for name in task.scores]
-    assert f"{task.result:<9} {found[task.scores[0]]:.3f} %" in output
+def test_two_ranks_evaluate_a_run_as_one_rank_and_as_the_run_did(scenes, whole, tmp_path, task):
+    """A segmentation also with several sizes, whose figures differ from those of one size."""
+    last, predictions = whole(task) / "run" / "checkpoints" / "last", tmp_path / "p"
+    files = {ranks: tmp_path / f"{ranks}.json" for ranks in (1, 2)}
+    status, output = evaluated(scenes, last, "--json", str(files[1]), "--per-class", "2")
+    assert status == FINISHED, output
+    command = [
+        *launcher("gloo", 2),
+        *python(),
+        "-m",
+        "horovod_volo.evaluate",
+        str(scenes),
+        "--weights",
+        str(last),
+    ]
+    done = run([*command, "--predictions", str(predictions), "--json", str(files[2]), "--per-class", "2"])
+    assert done.returncode == FINISHED, done.stdout
+    one, two = (json.loads(file.read_text()) for file in files.values())
+    assert (one.pop("ranks"), two.pop("ranks")) == (1, 2)
+    assert two == one
+    in_run, score = records(whole(task), task.scores[0])[-1], one[task.scores[0]]
+    assert [one[name] for name in task.scores] == [in_run[name] for name in task.scores]
+    assert f"{task.result:<9} {score:.3f} %" in output
     assert len(output.rstrip().split("\n\n")[1].splitlines()) == 2
     recounted = miou_of_files if task is SEGMENTATION else ap_of_file
-    assert recounted(scenes, tmp_path / "p") == pytest.approx(found[task.scores[0]], abs=1e-6)
+    assert recounted(scenes, predictions) == pytest.approx(score, abs=1e-6)
+    if task is SEGMENTATION:
+        flags = ("--scales", "0.75", "1.5", "--flip", "--test-mode", "slide")
+        assert evaluated(scenes, last, *flags, "--json", str(files[1]))[0] == FINISHED
+        several = json.loads(files[1].read_text())
+        assert several["miou"] != score
+        assert several["scales"] == [0.75, 1.5]
 
 
 def miou_of_files(scenes: Path, predictions: Path) -> float:
@@ -265,23 +284,6 @@ def ap_of_file(scenes: Path, predictions: Path) -> float:
         np.array([record["score"] for record in results]),
     )
     return 100 * measure_boxes(truths_of(images, np.arange(9)), found, 6).ap
-
-
-@both_tasks
-def test_two_ranks_evaluate_as_one(scenes, whole, tmp_path, task):
-    """A segmentation also with several sizes, whose figures differ from those of one size."""
-    arguments = [str(scenes), "--weights", str(whole(task) / "run"), *task.evaluation]
-    files = [tmp_path / "one.json", tmp_path / "two.json"]
-    assert evaluate([*arguments, "--json", str(files[0])]) == 0
-    command = [*launcher("gloo", 2), *python(), "-m", "horovod_volo.evaluate", *arguments]
-    done = run([*command, "--json", str(files[1])])
-    assert done.returncode == 0, done.stdout
-    one, two = (json.loads(file.read_text()) for file in files)
-    assert (one.pop("ranks"), two.pop("ranks")) == (1, 2)
-    assert two == one
-    if task is SEGMENTATION:
-        assert one["miou"] != records(whole(task), "miou")[-1]["miou"]
-        assert one["scales"] == [0.75, 1.5]
 
 
 @both_tasks
