@@ -99,11 +99,9 @@ class EmulatedHost:
         return {pid: line for pid, line in processes(text).items() if namespace(pid) == namespace(self.pid)}
 
     def unplug(self) -> None:
-        """Set this host's link down."""
         run_system(*in_network_of(self.switch), "link", "set", self.port, "down")
 
     def plug_in(self) -> None:
-        """Set this host's link up again."""
         run_system(*in_network_of(self.switch), "link", "set", self.port, "up")
 
 
@@ -214,7 +212,6 @@ def started(*command: str) -> Iterator[int]:
 
 
 def wait_for(file: Path) -> None:
-    """Wait until a file exists."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not file.exists():
         assert time.monotonic() < deadline, f"{file} did not appear"
@@ -229,5 +226,4 @@ def namespace(process: int) -> str:
 
 
 def children_of(process: int) -> list[int]:
-    """Return the children of a process."""
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]

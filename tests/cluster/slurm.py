@@ -173,7 +173,6 @@ class Slurm:
         wait_until(lambda: {self.state_of(node) for node in NODES} == {"idle"}, 60, "all nodes to be idle")
 
     def state_of(self, node: str) -> str:
-        """Return the state of a node."""
         self._all_run()
         return self.call("sinfo", "-h", "-n", node, "-o", "%T").stdout.strip()
 
@@ -192,11 +191,9 @@ class SlurmJob:
     output: Path
 
     def text(self) -> str:
-        """Return the output of the job so far."""
         return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
 
     def record(self) -> dict[str, str]:
-        """Return Slurm's record of the job."""
         fields = self.slurm.call("scontrol", "--oneliner", "show", "job", self.number).stdout.split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
@@ -235,7 +232,6 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -255,6 +251,5 @@ def wait_until(
 
 
 def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to processes."""
     for pid in pids:
         os.kill(pid, number)

@@ -49,12 +49,10 @@ class ElasticTrial:
         return found
 
     def signal_rank(self, host: str, number: signal.Signals) -> None:
-        """Send a signal to the rank on a host."""
         os.kill(self.ranks()[host], number)
 
     @property
     def output(self) -> str:
-        """Return what the run has printed."""
         return self._output.read_text(errors="replace")
 
     def formations(self) -> list[int]:
@@ -74,7 +72,6 @@ class ElasticTrial:
         return found
 
     def step(self) -> int:
-        """Return the last step in the metrics."""
         return max(self.losses(), default=0)
 
     def wait_until(self, condition: Callable[[], object], seconds: float = 90) -> None:
@@ -97,7 +94,6 @@ class ElasticTrial:
         self.wait_until(lambda: self.step() >= first + 3 and formed(), seconds)
 
     def kill(self) -> None:
-        """Kill what is left of it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
