@@ -23,6 +23,7 @@ from tests.ranks.muon_steps import STEPS as MUON_STEPS
 from tests.ranks.muon_steps import MuonSteps
 from tests.ranks.norm_steps import NormStep
 from tests.ranks.reducing import Steps
+from tests.ranks.test_world import check, collectives
 
 Call = Callable[[World], Any]
 PLAIN, HALVES = Steps(), Steps(micro_batches=2)
@@ -77,10 +78,11 @@ def predictions(world: World) -> tuple[torch.Tensor, torch.Tensor]:
 CALLS: dict[tuple[int, str], list[Call]] = {
     (2, "gloo"): [PLAIN, HALVES, *COMPRESSED, *OVERFLOWS, *both(FIFTY[2, "gloo"]), *MUON, HEADS, RECOMPUTED],
     (3, "gloo"): [
+        collectives,
         *(*COMPRESSED, *both(FIFTY[3, "gloo"]), *both(ONE_PARAMETERS), *SHARDS_OVERFLOW, *MUON, ALL),
         predictions,
     ],
-    (3, "mpi"): [PLAIN, HALVES, *both(FIFTY[3, "mpi"]), *MUON, ALL],
+    (3, "mpi"): [collectives, PLAIN, HALVES, *both(FIFTY[3, "mpi"]), *MUON, ALL],
 }
 
 
@@ -98,6 +100,11 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dic
 
 
 one_rank = functools.cache(alone)
+
+
+@pytest.mark.parametrize(("start_with", "controller"), [("gloo", "gloo"), ("mpi", "MPI")])
+def test_collectives_give_what_they_promise(launch, start_with, controller):
+    check(launch(3, start_with)[collectives], controller)
 
 
 @pytest.mark.parametrize(("ranks", "start_with"), [(2, "gloo"), (3, "mpi")])
