@@ -14,13 +14,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from tests.ranks.launching import processes
+from tests.ranks.launching import processes, wait_until
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 SSH_PORT = 2222
@@ -161,7 +160,7 @@ def network(number: int) -> Iterator[EmulatedNetwork]:
             hosts.append(EmulatedHost(name, address, children_of(outer)[0], switch, port, cpu, folder / name))
             connect(hosts[-1])
         for host in hosts:
-            wait_for(host.folder / "sshd.pid")
+            wait_until((host.folder / "sshd.pid").exists, PATIENCE_SECONDS, "an ssh server")
         yield EmulatedNetwork(hosts, folder / "key")
 
 
@@ -209,13 +208,6 @@ def started(*command: str) -> Iterator[int]:
             yield process.pid
         finally:
             process.send_signal(signal.SIGKILL)
-
-
-def wait_for(file: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not file.exists():
-        assert time.monotonic() < deadline, f"{file} did not appear"
-        time.sleep(0.02)
 
 
 def namespace(process: int) -> str:

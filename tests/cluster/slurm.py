@@ -13,13 +13,12 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.hosts import PATH, children_of, namespace
-from tests.ranks.launching import environment, processes
+from tests.ranks.launching import environment, processes, wait_until
 
 CHECKOUT = Path(__file__).parents[2]
 NODES = ("n1", "n2", "n3")
@@ -237,17 +236,6 @@ def free_ports(count: int) -> list[int]:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
-
-
-def wait_until(
-    holds: Callable[[], bool], seconds: float, what: str, context: Callable[[], str] = lambda: ""
-) -> None:
-    """Wait until a condition holds; raise TimeoutError after this time."""
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {seconds:.0f} seconds for {what}\n{context()}")
-        time.sleep(0.2)
 
 
 def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:

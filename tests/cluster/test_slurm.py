@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import Slurm, SlurmJob, kill, running_slurm, wait_until
+from tests.cluster.slurm import Slurm, SlurmJob, kill, running_slurm
+from tests.ranks.launching import wait_until
 
 pytestmark = pytest.mark.needs("slurmctld", "slurmd", "sbatch", "munged")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.launching import launcher, python, run, started
+from tests.ranks.launching import launcher, python, run, started, wait_until
 from tests.runs import FAILED, SMALL, STOPPED, assert_finite, only_error, records, start, steps
 
 
@@ -65,10 +65,7 @@ def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path, number):
     command = training(images, tmp_path, "--log-every", "1000", "--checkpoint-every", "1")
     last = tmp_path / "run" / "checkpoints" / "last"
     with started(command) as process:
-        limit = time.monotonic() + 60
-        while not last.exists():
-            assert time.monotonic() < limit
-            time.sleep(0.05)
+        wait_until(last.exists, 60, "a checkpoint")
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == STOPPED, output

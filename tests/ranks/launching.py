@@ -14,6 +14,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,16 @@ def run(command: list[str], *, seconds: int = 120, **extra: str) -> subprocess.C
     with started(command, **extra) as process:
         output, _ = process.communicate(timeout=seconds)
     return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def wait_until(
+    holds: Callable[[], object], seconds: float, what: str, context: Callable[[], str] = str
+) -> None:
+    """Wait until a condition holds; fail after so many seconds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"waited {seconds:.0f} seconds for {what}\n{context()}"
+        time.sleep(0.05)
 
 
 def processes(text: str) -> dict[int, str]:

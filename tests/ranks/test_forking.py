@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks.launching import environment, python
+from tests.ranks.launching import environment, python, wait_until
 
 PRINT_ENVIRONMENT = """
 import json, os, sys, torch
@@ -73,18 +71,12 @@ def test_a_signal_is_forwarded_to_the_fork(tmp_path, number):
     with subprocess.Popen(
         [*python(), as_file(tmp_path, WAIT_FOR_A_SIGNAL), str(file)], env=environment()
     ) as process:
-        limit = time.monotonic() + 30
-        while not (file.exists() and file.read_text()) and time.monotonic() < limit:
-            time.sleep(0.01)
+        wait_until(lambda: file.exists() and file.read_text(), 30, "the program")
         child = int(file.read_text())
         assert child != process.pid
         process.send_signal(number)
         assert process.wait(timeout=30) == (75 if number == signal.SIGUSR1 else -number)
-        with contextlib.suppress(ProcessLookupError):
-            while time.monotonic() < limit:
-                os.kill(child, 0)
-                time.sleep(0.01)
-            pytest.fail("the child has not ended")
+        wait_until(lambda: not Path(f"/proc/{child}").exists(), 30, "the child's end")
 
 
 def test_variables_that_libraries_read_on_loading_cannot_change(tmp_path):
