@@ -1,7 +1,8 @@
 """Segmentation and detection end to end.
 
 Both resume to the bit, leave out what is damaged, count each pixel or box once on any number of ranks, and
-are evaluated with the figures of their training.
+are evaluated with the figures of their training. That the order of images makes no difference is shown in
+tests/unit/test_tasks_average_precision.py; pixels are counted in whole numbers.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ import io
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,31 +20,23 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from horovod_volo.cluster.world import World
-from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.data.images.split_folder import Split
-from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.average_precision import BoxPredictions, measure_boxes
-from horovod_volo.dense.box_evaluation import BoxEvaluation, truths_of
+from horovod_volo.dense.box_evaluation import truths_of
 from horovod_volo.dense.box_list import find_boxes, list_boxes
-from horovod_volo.dense.mean_iou import SceneEvaluation, count_pixels, iou_metrics
-from horovod_volo.dense.pictures import EvaluationPictures, write_prediction
-from horovod_volo.dense.scene_list import SceneLayout, SceneList, find_layout, list_scenes
-from horovod_volo.dense.ssd import build_ssd
-from horovod_volo.dense.task import RankContext
-from horovod_volo.dense.upernet import UperNet
+from horovod_volo.dense.mean_iou import count_pixels, iou_metrics
+from horovod_volo.dense.pictures import write_prediction
+from horovod_volo.dense.scene_list import SceneLayout, SceneList
 from horovod_volo.evaluate import main as evaluate
-from horovod_volo.models.precision import autocast
 from horovod_volo.pack import main as pack
 from horovod_volo.train import main as train
 from tests import runs
-from tests.ranks.launching import alone, launcher, on_ranks, python, run
+from tests.ranks.launching import launcher, python, run
 from tests.runs import FINISHED, MISTAKE, assert_same_state, records, state, steps
 
-CPU = torch.device("cpu")
 CLASSES = 7
 
 
@@ -60,6 +50,7 @@ class DenseTask(NamedTuple):
     scores: tuple[str, ...]
     files: str  # of which a run leaves out those that are damaged
     left_out: tuple[str, ...]
+    evaluation: tuple[str, ...]
 
 
 SMALL = ("--img-size", "64", "--epochs", "2", "--drop-path", "0.2", "--ema-decay", "0.9", "--log-every", "1")
@@ -71,6 +62,7 @@ SEGMENTATION = DenseTask(
     ("miou", "pixel_accuracy", "class_accuracy", "images"),
     "masks/train/{}.png",
     ("00003.png is not a complete mask", "00004.png has 5 x 5 pixels", "left out: "),
+    ("--scales", "0.75", "1.5", "--flip", "--test-mode", "slide"),
 )
 DETECTION = DenseTask(
     ("--recipe", "detection_demo", *SMALL, "--warmup-epochs", "0", "--hue", "18"),
@@ -80,6 +72,7 @@ DETECTION = DenseTask(
     ("ap", "ap50", "ar100", "images"),
     "images/train/{}.jpg",
     ("00003.jpg cannot be decoded: it", "00004.jpg has 5 x 5 pixels", "left out: "),
+    ("--batch-size", "4"),
 )
 both_tasks = pytest.mark.parametrize("task", [SEGMENTATION, DETECTION], ids=["segmentation", "detection"])
 Whole = Callable[[DenseTask], Path]
@@ -127,9 +120,6 @@ def test_a_stopped_run_resumes_to_the_bit(scenes, whole, tmp_path, task):
     assert task.banner in start(task, scenes, tmp_path, "--resume", "auto")
     assert_same_state(whole(task), tmp_path)
     assert len(state(tmp_path)) > 200
-    # Here, because ranks import this module, too.
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     board = EventAccumulator(str(tmp_path / "run"))
     board.Reload()
     assert board.Tags()["images"] == [f"evaluation/image {number:05}" for number in (0, 2, 4, 6)]
@@ -176,46 +166,6 @@ def test_a_rank_without_boxes_trains_on(changed, tmp_path):
     assert "= 2 images, but there are 1" in refused  # the others are empty
 
 
-def box_metrics(world: World, *, scenes: Path, reverse: bool = False) -> dict[str, float]:
-    """Measure a fixed detector on this rank's part of the held-out images."""
-    images = list_boxes(find_boxes(scenes, "val"), None)
-    if reverse:
-        images = replace(images, numbers=images.numbers[::-1].copy())
-    torch.manual_seed(0)
-    network = build_ssd("volo_demo", len(images.classes), img_size=96).eval()
-    # Fresh weights find boxes everywhere, some of them right.
-    evaluation = BoxEvaluation(images, Data(batch_size=4), Detection(min_score=0.1), 96, context_of(world))
-    with closing(evaluation):
-        return evaluation.measure(network, lambda images: None, pictures=EvaluationPictures(2)).metrics
-
-
-def pixel_metrics(world: World, *, scenes: Path, mode: str, reverse: bool = False) -> dict[str, float]:
-    """Measure a fixed segmentation network likewise."""
-    listed = list_scenes(scenes, find_layout(scenes), "val")
-    if reverse:
-        listed = replace(listed, names=listed.names[::-1])
-    torch.manual_seed(0)
-    sizes = {"img_size": 64, "num_classes": CLASSES, "width": 16, "auxiliary_width": 16}
-    network = UperNet("volo_demo", drop_path=0.0, neck="lvvit", **sizes).eval()
-    settings = Segmentation(scene_size=(192.0, 64.0), test_mode=mode, test_stride=43)
-    with closing(SceneEvaluation(listed, Data(batch_size=4), settings, 64, context_of(world))) as evaluation:
-        return evaluation.measure(network, lambda images: None, pictures=EvaluationPictures(2)).metrics
-
-
-def context_of(world: World) -> RankContext:
-    return RankContext(world, CPU, 2, IMAGENET_NORMALIZATION, autocast("fp32", CPU))
-
-
-def test_metrics_do_not_depend_on_ranks_or_order(scenes, tmp_path):
-    modes = [partial(pixel_metrics, scenes=scenes, mode=mode) for mode in ("whole", "slide")]
-    calls = (partial(box_metrics, scenes=scenes), *modes)
-    for call, on_both in zip(calls, on_ranks(tmp_path, *calls), strict=True):
-        by_one = alone(call)
-        assert by_one["images"] == 9
-        assert 0 < by_one.get("miou", by_one.get("ap50")) < 50
-        assert [alone(partial(call, reverse=True)), *on_both] == [by_one] * 3
-
-
 def evaluated(scenes: Path, weights: Path, *arguments: str) -> tuple[int, str]:
     """Run the command in this process; return its status and output."""
     output = io.StringIO()
@@ -225,38 +175,36 @@ def evaluated(scenes: Path, weights: Path, *arguments: str) -> tuple[int, str]:
 
 
 @both_tasks
-def test_two_ranks_evaluate_a_run_as_one_rank_and_as_the_run_did(scenes, whole, tmp_path, task):
-    """A segmentation also with several sizes, whose figures differ from those of one size."""
-    last, predictions = whole(task) / "run" / "checkpoints" / "last", tmp_path / "p"
-    files = {ranks: tmp_path / f"{ranks}.json" for ranks in (1, 2)}
-    status, output = evaluated(scenes, last, "--json", str(files[1]), "--per-class", "2")
+def test_a_run_on_two_ranks_is_evaluated_with_its_figures(scenes, whole, tmp_path, task):
+    weights, predictions = whole(task) / "run" / "checkpoints" / "last", tmp_path / "p"
+    flags = ("--predictions", str(predictions), "--json", str(tmp_path / "r.json"), "--per-class", "2")
+    status, output = evaluated(scenes, weights, *flags)
     assert status == FINISHED, output
-    command = [
-        *launcher("gloo", 2),
-        *python(),
-        "-m",
-        "horovod_volo.evaluate",
-        str(scenes),
-        "--weights",
-        str(last),
-    ]
-    done = run([*command, "--predictions", str(predictions), "--json", str(files[2]), "--per-class", "2"])
-    assert done.returncode == FINISHED, done.stdout
-    one, two = (json.loads(file.read_text()) for file in files.values())
-    assert (one.pop("ranks"), two.pop("ranks")) == (1, 2)
-    assert two == one
-    in_run, score = records(whole(task), task.scores[0])[-1], one[task.scores[0]]
-    assert [one[name] for name in task.scores] == [in_run[name] for name in task.scores]
+    found, in_run = json.loads((tmp_path / "r.json").read_text()), records(whole(task), task.scores[0])[-1]
+    assert [found[name] for name in task.scores] == [in_run[name] for name in task.scores]
+    score = found[task.scores[0]]
     assert f"{task.result:<9} {score:.3f} %" in output
     assert len(output.rstrip().split("\n\n")[1].splitlines()) == 2
     recounted = miou_of_files if task is SEGMENTATION else ap_of_file
     assert recounted(scenes, predictions) == pytest.approx(score, abs=1e-6)
+
+
+@both_tasks
+def test_two_ranks_evaluate_as_one(scenes, whole, tmp_path, task):
+    """A segmentation with several sizes, whose figures differ from those of one size."""
+    arguments = [str(scenes), "--weights", str(whole(task) / "run"), *task.evaluation]
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    assert evaluate([*arguments, "--json", str(files[0])]) == FINISHED
+    command = [*launcher("gloo", 2), *python(), "-m", "horovod_volo.evaluate", *arguments]
+    done = run([*command, "--json", str(files[1])])
+    assert done.returncode == FINISHED, done.stdout
+    one, two = (json.loads(file.read_text()) for file in files)
+    assert (one.pop("ranks"), two.pop("ranks")) == (1, 2)
+    assert two == one
+    assert one["images"] == 9
     if task is SEGMENTATION:
-        flags = ("--scales", "0.75", "1.5", "--flip", "--test-mode", "slide")
-        assert evaluated(scenes, last, *flags, "--json", str(files[1]))[0] == FINISHED
-        several = json.loads(files[1].read_text())
-        assert several["miou"] != score
-        assert several["scales"] == [0.75, 1.5]
+        assert one["miou"] != records(whole(task), "miou")[-1]["miou"]
+        assert one["scales"] == [0.75, 1.5]
 
 
 def miou_of_files(scenes: Path, predictions: Path) -> float:

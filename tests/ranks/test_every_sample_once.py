@@ -1,20 +1,16 @@
-"""A step has the same samples on any number of ranks, and a killed and resumed epoch has each sample once."""
+"""A killed and resumed epoch has each sample once, also on another number of ranks.
+
+That a step has the same samples on any number of ranks is shown in tests/unit/test_data_loader.py,
+test_data_sampler.py and test_data_crop_flip.py.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 
-import torch
-
-from horovod_volo.config.data_settings import Data
-from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.loader import TrainLoader
 from horovod_volo.pack import main as pack
-from horovod_volo.token_labels.source import open_labels
 from tests.runs import FAILED, start
 
 EPOCHS, STEPS, GLOBAL_BATCH = 2, 4, 12
@@ -22,7 +18,7 @@ SAVED_AT, KILLED_AT, STOPPED_AT = 2, 3, 5
 
 
 def test_a_killed_and_resumed_epoch_has_each_sample_once(demo_images, tmp_path, monkeypatch):
-    """Of shards, the last of which has fewer images; also on another number of ranks.
+    """Of shards, the last of which has fewer images.
 
     tests/faults/test_lost_ranks.py shows it for images in folders, on the same number of ranks.
     """
@@ -74,44 +70,3 @@ def read_records(folder: Path, ranks: int) -> dict[int, Counter[int]]:
             images.setdefault(step, Counter()).update(indices)
         file.unlink()
     return images
-
-
-Sample = tuple[int, int, int, tuple[str, ...]]  # epoch, step, image, hashes
-
-
-def samples_of(images: Path, *, batch_size: int, rank: int, size: int) -> list[Sample]:
-    """Return the samples of a rank: hashes of pixels, labels and crop boxes."""
-    catalog = build_catalog(str(images), "train", None)
-    labels = open_labels(str(images / "token_labels"), catalog, None)
-    place = {"rank": rank, "size": size, "accumulation": 1, "device": torch.device("cpu"), "threads": 1}
-    settings = Data(batch_size=batch_size, vflip=0.3)
-    with closing(TrainLoader(catalog, labels, settings, image_size=32, seed=5, **place)) as loader:
-        found = []
-        for epoch in (0, 1):
-            for step, batch in enumerate(loader.batches(epoch, 0)):
-                maps = batch.labels.maps
-                parts = (batch.images, batch.labels.classes, maps.scores, maps.ids, maps.boxes)
-                for index, *tensors in zip(batch.indices, *parts, strict=True):
-                    found.append((epoch, step, int(index), tuple(map(digest, tensors))))
-        return found
-
-
-def digest(sample: torch.Tensor) -> str:
-    return hashlib.sha256(sample.contiguous().numpy().tobytes()).hexdigest()
-
-
-def test_one_two_and_three_ranks_have_the_same_samples(images):
-    one, two, three = (
-        Counter(
-            sample
-            for rank in range(size)
-            for sample in samples_of(images, batch_size=6 // size, rank=rank, size=size)
-        )
-        for size in (1, 2, 3)
-    )
-    assert one == two == three
-    assert len(one) == 2 * 6 * 6  # epochs, steps, images
-    crops = [{index: hashes[0] for at, _, index, hashes in one if at == epoch} for epoch in (0, 1)]
-    assert [len(of_epoch) for of_epoch in crops] == [36, 36]
-    both = crops[0].keys() & crops[1].keys()
-    assert all(crops[0][index] != crops[1][index] for index in both), "the second epoch repeats a crop"
