@@ -211,10 +211,6 @@ def test_text_and_json_on_standard_output_agree(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "The following arguments are required: DATA_DIR, --weights. "),
-        ("{demo} --weights {run} --sise 3", "There is no flag --sise. Did you mean --img-size?"),
-        ("{demo} --weights {run} --per-class none", "takes a whole number of at least 1, not 'none'; or all"),
-        ("{demo} --weights {run} --v2 --split val", "--split: not allowed with argument --v2"),
         ("{demo} --weights {run}/nowhere --model volo_demo", "There are no weights at "),
         ("{v2} --weights {run} --v2", "has 12 class folders, but the network of"),
         ("{demo} --weights {run} --v2", "does not have the class folders 0, 1, 2"),
