@@ -40,7 +40,7 @@ from tests.runs import FINISHED, MISTAKE, assert_same_state, records, state, ste
 CLASSES = 7
 
 
-class DenseTask(NamedTuple):
+class TaskCase(NamedTuple):
     """What differs between the two tasks."""
 
     flags: tuple[str, ...]
@@ -54,7 +54,7 @@ class DenseTask(NamedTuple):
 
 
 SMALL = ("--img-size", "64", "--epochs", "2", "--drop-path", "0.2", "--ema-decay", "0.9", "--log-every", "1")
-SEGMENTATION = DenseTask(
+SEGMENTATION = TaskCase(
     ("--recipe", "segmentation_demo", *SMALL, "--scene-size", "192", "64", "--photometric"),
     "24 training and 9 held-out images with masks, plain layout, 7 classes",
     "mean IoU",
@@ -64,7 +64,7 @@ SEGMENTATION = DenseTask(
     ("00003.png is not a complete mask", "00004.png has 5 x 5 pixels", "left out: "),
     ("--scales", "0.75", "1.5", "--flip", "--test-mode", "slide"),
 )
-DETECTION = DenseTask(
+DETECTION = TaskCase(
     ("--recipe", "detection_demo", *SMALL, "--warmup-epochs", "0", "--hue", "18"),
     "24 training and 9 held-out images with boxes, 6 classes; 372 anchors",
     "AP",
@@ -75,10 +75,10 @@ DETECTION = DenseTask(
     ("--batch-size", "4"),
 )
 both_tasks = pytest.mark.parametrize("task", [SEGMENTATION, DETECTION], ids=["segmentation", "detection"])
-Whole = Callable[[DenseTask], Path]
+Whole = Callable[[TaskCase], Path]
 
 
-def start(task: DenseTask, scenes: Path, output: Path, *flags: str, **settings: Any) -> str:
+def start(task: TaskCase, scenes: Path, output: Path, *flags: str, **settings: Any) -> str:
     return runs.start(scenes, output, *flags, small=task.flags, **settings)
 
 
@@ -100,7 +100,7 @@ def whole(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """Return a function that gives the output of a run of two epochs on two ranks."""
 
     @functools.cache
-    def trained(task: DenseTask) -> Path:
+    def trained(task: TaskCase) -> Path:
         output = tmp_path_factory.mktemp("whole")
         shown = start(task, scenes, output)
         assert task.banner in shown
