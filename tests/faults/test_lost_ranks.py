@@ -70,7 +70,7 @@ def test_an_image_that_is_never_read_ends_the_run(images, tmp_path, start_with):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("kind", "limit"), [(resource.RLIMIT_NOFILE, 24), (resource.RLIMIT_AS, 2 << 30)], ids=["files", "memory"]
+    ("kind", "limit"), [(resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_AS, 2 << 30)], ids=["files", "memory"]
 )
 def test_a_rank_without_files_or_memory_ends_the_run(images, tmp_path, kind, limit):
     script = tmp_path / "limited.py"
