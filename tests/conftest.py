@@ -1,14 +1,17 @@
-"""The order of the tests, and settings for several pytest workers on one machine."""
+"""The order of the tests, settings for several pytest workers on one machine, and images for all."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+
+from horovod_volo.demo.demo_set import make_demo_set
 
 pytest_plugins = ["tests.standstill", "tests.yielding"]
 HERE = Path(__file__).parent
@@ -41,6 +44,25 @@ def _restore_environment() -> Iterator[None]:
     yield
     for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def demo_images(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+    """Return a function that makes a demo set of so many training and held-out images, once."""
+
+    @cache
+    def make(train: int, val: int) -> Path:
+        folder = tmp_path_factory.mktemp("images") / f"{train}_{val}"
+        make_demo_set(folder, train=train, val=val)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def images(demo_images: Callable[[int, int], Path]) -> Path:
+    """Make a demo set of 40 training images, for five steps of eight, and of 20 held-out ones."""
+    return demo_images(40, 20)
 
 
 @pytest.hookimpl(tryfirst=True)

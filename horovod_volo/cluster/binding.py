@@ -1,8 +1,7 @@
-"""Chooses the CPUs, the GPU and the NIC of a rank from the topology of its host.
+"""Chooses the CPUs, the NUMA memory, the GPU and the NIC of a rank from the topology of its host.
 
 Each rank computes the choice for all ranks of its host, so that no CPUs overlap although Horovod is not
-initialized yet. Nothing is changed here: `pinning.py` applies the result. Memory follows the CPUs: Linux
-allocates a page on the NUMA node of the CPU that touches it first, as long as some is free there.
+initialized yet. Nothing is changed here: `pinning.py` applies the result.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ class Binding:
 
     mode: str
     cpus: tuple[int, ...]
+    memory_nodes: tuple[int, ...] = ()  # preferred NUMA nodes; empty: no memory policy
     gpu: Device | None = None
     nic: Nic | None = None
     nics: tuple[Nic, ...] = ()  # of all ranks of the host
@@ -48,7 +48,8 @@ class Binding:
         cpus = f"CPU{'s' if len(self.cpus) > 1 else ''} {cpu_ranges(self.cpus)}"
         pinned = "" if self.mode != "none" else " (not pinned)"
         nic = f", {self.nic}" if self.nic else ""
-        return f"{threads} on {cpus}{pinned}{nic}"
+        memory = f", memory of NUMA node {cpu_ranges(self.memory_nodes)}" if self.memory_nodes else ""
+        return f"{threads} on {cpus}{pinned}{memory}{nic}"
 
 
 def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
@@ -70,7 +71,8 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
         return unchanged
     if rank.ranks_bound_here:
         warning = f"the launcher bound this rank to CPUs {cpu_ranges(cpus)}: --binding does not change that"
-        return replace(unchanged, warnings=(warning,), by_launcher=True)
+        nodes = _memory_nodes(host, cpus)
+        return replace(unchanged, memory_nodes=nodes, warnings=(warning,), by_launcher=True)
     slices = [_cpus_of_rank(host, cpus_by_node, nodes_of_ranks, other, mode) for other in range(len(gpus))]
     cpus, sharing_ranks = slices[index]
     # Only with the real local ranks as indices is the list of background CPUs right for Horovod.
@@ -81,6 +83,7 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
     return replace(
         unchanged,
         cpus=cpus,
+        memory_nodes=_memory_nodes(host, cpus),
         background_cpus=tuple(part[-1] for part, _ in slices) if spare else (),
         threads=max(1, len(cpus) // sharing_ranks),
         warnings=tuple(_warnings(gpus, index, nodes_of_ranks[index], cpus, sharing_ranks)),
@@ -175,3 +178,10 @@ def _assign_nics(
         assigned.append(nic)
         ranks_of_nic.update([nic] if nic else [])
     return assigned
+
+
+def _memory_nodes(host: Host, cpus: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the NUMA nodes of these CPUs; nothing where they are all nodes that have CPUs."""
+    nodes = tuple(node for node, its_cpus in sorted(host.nodes.items()) if set(its_cpus) & set(cpus))
+    with_cpus = [node for node, its_cpus in host.nodes.items() if its_cpus]
+    return nodes if len(nodes) < len(with_cpus) else ()

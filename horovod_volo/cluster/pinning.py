@@ -1,13 +1,15 @@
-"""Binds this process to the CPUs of its rank, and sets the environment variables of libraries.
+"""Binds this process to the CPUs and NUMA nodes of its rank, and sets the environment variables of libraries.
 
-Call this before any library starts threads or initializes CUDA: threads inherit CPU affinity from
-the thread that starts them. If the operating system refuses a binding, that is only a warning.
+Call this before any library starts threads or initializes CUDA: threads inherit CPU affinity and memory
+policy from the thread that starts them. If the operating system refuses a binding, that is only a warning.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,11 @@ from horovod_volo.cluster.topology import (
 
 # Names of the processes that start ranks.
 _LAUNCHERS = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy", "slurmstepd"}
+
+# Numbers of (set_mempolicy, get_mempolicy): the C library has no wrappers for them.
+_SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_MPOL_DEFAULT, _MPOL_PREFERRED, _MPOL_PREFERRED_MANY = 0, 1, 5
+_MAX_NUMA_NODES = 1024
 
 
 def bind(
@@ -119,8 +126,20 @@ def _status(process: Path) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def memory_nodes() -> tuple[int, ...]:
+    """Return the NUMA nodes of this thread's memory policy; nothing with the default policy."""
+    calls = _SYSTEM_CALLS.get(platform.machine())
+    if calls is None:
+        return ()
+    policy, mask = ctypes.c_int(), (ctypes.c_ulong * (_MAX_NUMA_NODES // 64))()
+    failed = ctypes.CDLL(None).syscall(calls[1], ctypes.byref(policy), mask, _MAX_NUMA_NODES, 0, 0)
+    if failed or policy.value == _MPOL_DEFAULT:
+        return ()
+    return tuple(node for node in range(_MAX_NUMA_NODES) if mask[node // 64] >> node % 64 & 1)
+
+
 def _apply(binding: Binding) -> list[str]:
-    """Set the CPU affinity; return what the system refused."""
+    """Set CPU affinity and memory policy; return what the system refused."""
     if binding.mode == "none":
         return []
     problems = []
@@ -131,7 +150,29 @@ def _apply(binding: Binding) -> list[str]:
             continue  # the thread has ended
         except OSError as error:
             problems.append(f"cannot bind to CPUs {cpu_ranges(binding.cpus)}: {error.strerror}")
+    if binding.memory_nodes and not memory_nodes():  # a policy from the launcher stays
+        problem = _prefer_memory(binding.memory_nodes)
+        if problem:
+            nodes = cpu_ranges(binding.memory_nodes)
+            problems.append(f"memory is not bound to NUMA node {nodes}: {problem}")
     return list(dict.fromkeys(problems))  # each once
+
+
+def _prefer_memory(nodes: tuple[int, ...]) -> str:
+    """Set the memory policy "preferred" for these nodes; return the error message, or nothing.
+
+    Not "bind": when a node is full, memory of another node is slower, but nothing kills the rank.
+    """
+    calls = _SYSTEM_CALLS.get(platform.machine())
+    if calls is None:
+        return f"set_mempolicy is not known on {platform.machine()}"
+    mask = (ctypes.c_ulong * (_MAX_NUMA_NODES // 64))()
+    for node in nodes:
+        mask[node // 64] |= 1 << node % 64
+    library = ctypes.CDLL(None, use_errno=True)
+    policy = _MPOL_PREFERRED if len(nodes) == 1 else _MPOL_PREFERRED_MANY  # the latter since Linux 5.15
+    failed = library.syscall(calls[0], policy, mask, _MAX_NUMA_NODES + 1)
+    return os.strerror(ctypes.get_errno()) if failed else ""
 
 
 def launch_env_vars(

@@ -1,4 +1,4 @@
-"""Requirements of these tests that a machine may lack: root, and Debian packages.
+"""Requirements of these tests that a machine may lack, root and Debian packages; the emulated hosts.
 
 Without them the tests are skipped with a message that names them; with CI=true they fail.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 
 import pytest
+
+from tests.cluster.hosts import PATH, EmulatedNetwork, network
 
 # Programs and their Debian packages.
 PACKAGES = {
@@ -21,7 +24,6 @@ PACKAGES = {
     "ip": "iproute2",
     "unshare": "util-linux",
 }
-PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 def lacking(*programs: str) -> str:
@@ -37,3 +39,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("needs"):
         if reason := lacking(*marker.args):
             (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[EmulatedNetwork]:
+    with network(4) as made:
+        yield made
+
+
+@pytest.fixture
+def net(hosts: EmulatedNetwork) -> Iterator[EmulatedNetwork]:
+    """Return the hosts for one test; restore their links and end their processes afterwards."""
+    yield hosts
+    hosts.restore()

@@ -14,14 +14,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from tests.cluster.conftest import PATH
+from tests.ranks.launching import processes, wait_until
 
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 SSH_PORT = 2222
 INTERFACE = "eth0"
 PATIENCE_SECONDS = 20
@@ -81,13 +81,8 @@ class EmulatedHost:
     def on_host(self, *command: str) -> list[str]:
         """Return a command that runs the given one on this host."""
         cpu = ("taskset", "--cpu-list", str(self.cpu))
-        spaces = (
-            "--net",
-            "--uts",
-            "--pid",
-            "--mount",
-            "--root",
-        )  # also --root, because tests may run in a chroot
+        # Also --root, because tests may run in a chroot.
+        spaces = ("--net", "--uts", "--pid", "--mount", "--root")
         entered = ("--target", str(self.pid), *spaces, f"--wd={Path.cwd()}")
         own = (f"HOME={self.folder.parent}", f"TMPDIR={self.folder}")
         return [*cpu, "nsenter", *entered, "--", "env", *own, *command]
@@ -100,22 +95,13 @@ class EmulatedHost:
 
     def running(self, text: str) -> dict[int, str]:
         """Return the command lines on this host that contain `text`, by process."""
-        namespace = Path(f"/proc/{self.pid}/ns/pid").readlink()
-        found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # the process has ended
-                command = (process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-                if text in command and (process / "ns" / "pid").readlink() == namespace:
-                    found[int(process.name)] = command
-        return found
+        return {pid: line for pid, line in processes(text).items() if namespace(pid) == namespace(self.pid)}
 
     def unplug(self) -> None:
-        """Set this host's link down."""
-        run_system("nsenter", "--target", str(self.switch), "--net", "ip", "link", "set", self.port, "down")
+        run_system(*in_network_of(self.switch), "link", "set", self.port, "down")
 
     def plug_in(self) -> None:
-        """Set this host's link up again."""
-        run_system("nsenter", "--target", str(self.switch), "--net", "ip", "link", "set", self.port, "up")
+        run_system(*in_network_of(self.switch), "link", "set", self.port, "up")
 
 
 @dataclass(frozen=True)
@@ -129,9 +115,17 @@ class EmulatedNetwork:
         """Return the first `number` hosts with one rank each, in the format of launchers."""
         return ",".join(f"{host.name}:1" for host in self.hosts[:number])
 
-    def running(self, text: str) -> list[str]:
-        """Return the command lines on all hosts that contain `text`."""
-        return [command for host in self.hosts for command in host.running(text).values()]
+    def running(self, text: str) -> dict[int, str]:
+        """Return the command lines on all hosts that contain `text`, by process."""
+        return {pid: line for host in self.hosts for pid, line in host.running(text).items()}
+
+    def restore(self) -> None:
+        """Restore the links of all hosts, and end their processes."""
+        for host in self.hosts:
+            host.plug_in()
+        for process in self.running("horovod"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def run_system(*command: str) -> None:
@@ -163,10 +157,10 @@ def network(number: int) -> Iterator[EmulatedNetwork]:
             first = ("taskset", "--cpu-list", str(cpu), "unshare", *SPACES, "sh", "-c", HOST, "sh")
             outer = undo.enter_context(started(*first, name, str(folder)))
             port = f"to_{name.partition('-')[0]}"
-            hosts.append(EmulatedHost(name, address, child_of(outer), switch, port, cpu, folder / name))
+            hosts.append(EmulatedHost(name, address, children_of(outer)[0], switch, port, cpu, folder / name))
             connect(hosts[-1])
         for host in hosts:
-            wait_for(host.folder / "sshd.pid")
+            wait_until((host.folder / "sshd.pid").exists, PATIENCE_SECONDS, "an ssh server")
         yield EmulatedNetwork(hosts, folder / "key")
 
 
@@ -183,13 +177,17 @@ def setup(folder: Path, names: dict[str, str]) -> None:
 
 def connect(host: EmulatedHost) -> None:
     """Connect a host to the switch by a veth pair."""
-    at_switch = ("nsenter", "--target", str(host.switch), "--net", "ip")
-    at_host = ("nsenter", "--target", str(host.pid), "--net", "ip")
+    at_switch, at_host = in_network_of(host.switch), in_network_of(host.pid)
     peer = ("peer", "name", INTERFACE, "netns", str(host.pid))
     run_system(*at_switch, "link", "add", host.port, "type", "veth", *peer)
     run_system(*at_switch, "link", "set", host.port, "master", "lan", "up")
     run_system(*at_host, "address", "add", f"{host.address}/24", "dev", INTERFACE)
     run_system(*at_host, "link", "set", INTERFACE, "up")
+
+
+def in_network_of(process: int) -> tuple[str, ...]:
+    """Return the command prefix of `ip` in the network of a process."""
+    return ("nsenter", "--target", str(process), "--net", "ip")
 
 
 @contextlib.contextmanager
@@ -212,14 +210,12 @@ def started(*command: str) -> Iterator[int]:
             process.send_signal(signal.SIGKILL)
 
 
-def child_of(pid: int) -> int:
-    """Return the only child of a process."""
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+def namespace(process: int) -> str:
+    """Return the namespace of a process's numbers, or nothing if it has ended."""
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/{process}/ns/pid").readlink())
+    return ""
 
 
-def wait_for(file: Path) -> None:
-    """Wait until a file exists."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not file.exists():
-        assert time.monotonic() < deadline, f"{file} did not appear"
-        time.sleep(0.02)
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]

@@ -13,13 +13,12 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.conftest import PATH
-from tests.ranks.launching import environment
+from tests.cluster.hosts import PATH, children_of, namespace
+from tests.ranks.launching import environment, processes, wait_until
 
 CHECKOUT = Path(__file__).parents[2]
 NODES = ("n1", "n2", "n3")
@@ -65,15 +64,14 @@ class Slurm:
         self.folder = folder
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         # Hide the system's own Slurm, and a Slurm job inside which the tests may run.
-        variables = {
-            key: value for key, value in environment().items() if not key.startswith(("SLURM", "SBATCH"))
+        inherited = environment()
+        self.environment = {
+            name: text for name, text in inherited.items() if not name.startswith(("SLURM", "SBATCH"))
         }
+        self.environment["PATH"] = f"{inherited['PATH']}:{PATH}"
+        self.environment["SLURM_CONF"] = f"{folder}/slurm.conf"
         # There may be more ranks than cores, so a waiting rank must yield its core.
-        variables |= {"OMPI_MCA_mpi_yield_when_idle": "1"}
-        self.environment = variables | {
-            "PATH": f"{variables['PATH']}:{PATH}",
-            "SLURM_CONF": f"{folder}/slurm.conf",
-        }
+        self.environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
     def start(self) -> None:
         """Start all daemons and wait until all nodes are idle."""
@@ -100,14 +98,8 @@ class Slurm:
         key = place / "key"
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
-        files = {
-            "socket": "socket",
-            "pid-file": "pid",
-            "log-file": "log",
-            "seed-file": "seed",
-            "key-file": "key",
-        }
-        flags = [f"--{flag}={place / file}" for flag, file in files.items()]
+        files = ("pid", "log", "seed", "key")
+        flags = [f"--socket={place / 'socket'}", *(f"--{file}-file={place / file}" for file in files)]
         # --force, because munge requires stricter permissions than those of the tests' folders.
         self._run("munged", "munged", "--foreground", "--force", *flags)
         wait_until((place / "socket").exists, 20, "munge's socket")
@@ -180,27 +172,13 @@ class Slurm:
         wait_until(lambda: {self.state_of(node) for node in NODES} == {"idle"}, 60, "all nodes to be idle")
 
     def state_of(self, node: str) -> str:
-        """Return the state of a node."""
         self._all_run()
         return self.call("sinfo", "-h", "-n", node, "-o", "%T").stdout.strip()
 
     def processes_on(self, node: str, text: str) -> list[int]:
         """Return the processes of a node whose command line contains `text`."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if text in line and self._is_on(node, process):
-                    found.append(int(process.name))
-        return found
-
-    def _is_on(self, node: str, process: Path) -> bool:
-        [child] = self._children_of(self._daemons[node].pid)
-        return (process / "ns" / "pid").readlink() == Path(f"/proc/{child}/ns/pid").readlink()
-
-    @staticmethod
-    def _children_of(pid: int) -> list[int]:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        (first,) = children_of(self._daemons[node].pid)
+        return [pid for pid in processes(text) if namespace(pid) == namespace(first)]
 
 
 @dataclass(frozen=True)
@@ -212,11 +190,9 @@ class SlurmJob:
     output: Path
 
     def text(self) -> str:
-        """Return the output of the job so far."""
         return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
 
     def record(self) -> dict[str, str]:
-        """Return Slurm's record of the job."""
         fields = self.slurm.call("scontrol", "--oneliner", "show", "job", self.number).stdout.split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
@@ -255,7 +231,6 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -263,18 +238,6 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def wait_until(
-    holds: Callable[[], bool], seconds: float, what: str, context: Callable[[], str] = lambda: ""
-) -> None:
-    """Wait until a condition holds; raise TimeoutError after this time."""
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {seconds:.0f} seconds for {what}\n{context()}")
-        time.sleep(0.2)
-
-
 def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to processes."""
     for pid in pids:
         os.kill(pid, number)

@@ -8,15 +8,14 @@ import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
-from tests.cluster.hosts import INTERFACE, SSH_PORT, EmulatedHost, EmulatedNetwork, network
+from tests.cluster.hosts import INTERFACE, SSH_PORT, EmulatedHost, EmulatedNetwork
 from tests.faults.elastic_run import SETTINGS, ElasticTrial, started, write_hosts
 from tests.ranks.launching import environment
 
@@ -24,32 +23,12 @@ pytestmark = [pytest.mark.needs("ip", "sshd", "ssh", "unshare"), pytest.mark.soa
 
 GLOO_SECONDS = 6
 FOREVER = ("--epochs", "100000", "--eval-every", "100000")
-IMAGES = 60  # 6 steps of 10 images
 EVENTS = int(os.environ.get("ELASTIC_EVENTS", "20"))
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[EmulatedNetwork]:
-    with network(4) as made:
-        yield made
-
-
-@pytest.fixture
-def net(hosts: EmulatedNetwork) -> Iterator[EmulatedNetwork]:
-    """Return the hosts for one test; restore their links and end their processes afterwards."""
-    yield hosts
-    for host in hosts.hosts:
-        host.plug_in()
-        for process in host.running("horovod"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=IMAGES, val=10)
-    return folder
+def images(demo_images: Callable[[int, int], Path]) -> Path:
+    return demo_images(60, 10)  # 6 steps of 10 images
 
 
 def job(
@@ -94,7 +73,7 @@ def end(trial: ElasticTrial) -> None:
     assert not trial.ranks()
 
 
-def test_a_partition(net: EmulatedNetwork, images: Path, tmp_path: Path) -> None:
+def test_a_partition(net, images, tmp_path):
     """Shorter than the timeout it passes unnoticed; after a longer one the launcher's side goes on alone."""
     one, two = net.hosts[:2]
     with job(net, images, tmp_path, slots([one, two]), *FOREVER) as trial:
@@ -117,7 +96,7 @@ def test_a_partition(net: EmulatedNetwork, images: Path, tmp_path: Path) -> None
         end(trial)
 
 
-def test_a_schedule_of_events(net: EmulatedNetwork, images: Path, tmp_path: Path) -> None:
+def test_a_schedule_of_events(net, images, tmp_path):
     """Hosts are killed, stopped, cut off, removed, and come back; the loss is that of an undisturbed run."""
     chance = random.Random(int(os.environ.get("ELASTIC_SEED", "1")))
     launcher, *others = net.hosts

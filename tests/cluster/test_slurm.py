@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from horovod_volo.demo.demo_set import make_demo_set
-from tests.cluster.slurm import Slurm, SlurmJob, kill, running_slurm, wait_until
+from tests.cluster.slurm import Slurm, SlurmJob, kill, running_slurm
+from tests.ranks.launching import wait_until
 
 pytestmark = pytest.mark.needs("slurmctld", "slurmd", "sbatch", "munged")
 
@@ -27,10 +27,8 @@ def one_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=120, val=20)
-    return folder
+def images(demo_images: Callable[[int, int], Path]) -> Path:
+    return demo_images(120, 20)
 
 
 @pytest.fixture
@@ -55,9 +53,7 @@ def assert_resumed_where_it_stopped(log: str, times: int) -> None:
     assert numbers(r"resumed  at step (\d+)", log) == stopped
 
 
-def test_a_recipe_trains_over_both_nodes_and_is_fine_tuned(
-    slurm: Slurm, tmp_path: Path, images: Path
-) -> None:
+def test_a_recipe_trains_over_both_nodes_and_is_fine_tuned(slurm, tmp_path, images):
     # A site may give a job few of the variables of the environment in which it is submitted.
     export = f"--export=DATA_DIR={images},OUTPUT_DIR={tmp_path}/runs,OMPI_MCA_mpi_yield_when_idle=1"
     flags = (*SMALL, "--epochs", "1", "--batch-size", "6")
@@ -75,7 +71,7 @@ def test_a_recipe_trains_over_both_nodes_and_is_fine_tuned(
     assert f"weights from {weights}" in log_of(tmp_path, "fine")
 
 
-def test_the_smoke_job_passes(slurm: Slurm, tmp_path: Path) -> None:
+def test_the_smoke_job_passes(slurm, tmp_path):
     command = ("sbatch", "-W", "--ntasks-per-node=1", f"--output={tmp_path}/job.txt", "jobs/smoke.sbatch")
     done = slurm.call(*command, "--img-size", "32", seconds=240)
     text = (tmp_path / "job.txt").read_text(encoding="utf-8")
@@ -85,9 +81,7 @@ def test_the_smoke_job_passes(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_job_that_receives_repeated_stop_signals_at_any_time_is_requeued(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_job_that_receives_repeated_stop_signals_at_any_time_is_requeued(slurm, tmp_path):
     flags = (*SMALL, "--epochs", "1", "--batch-size", "1")
     job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)
 
@@ -109,7 +103,8 @@ def test_a_job_that_receives_repeated_stop_signals_at_any_time_is_requeued(
     assert "done: 60 steps" in log_of(tmp_path)
 
 
-def test_a_job_that_reaches_its_time_limit_is_requeued(slurm: Slurm, tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_a_job_that_reaches_its_time_limit_is_requeued(slurm, tmp_path):
     limit = ("--time=1", "--signal=B:USR1@20")
     flags = (*SMALL, "--epochs", "1", "--batch-size", "6")
     job = slurm.submit(tmp_path, *limit, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)
@@ -133,7 +128,7 @@ def assert_failed_without_requeue(job: SlurmJob) -> None:
     assert "requeued" not in job.text()
 
 
-def test_a_killed_rank_fails_the_job_within_seconds(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_killed_rank_fails_the_job_within_seconds(slurm, tmp_path):
     flags = (*SMALL, "--epochs", "90", "--batch-size", "1")
     job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)
     job.wait_for_output(STEP, times=2)
@@ -142,9 +137,7 @@ def test_a_killed_rank_fails_the_job_within_seconds(slurm: Slurm, tmp_path: Path
     assert_failed_without_requeue(job)
 
 
-def test_a_launcher_that_returns_0_before_the_end_of_training_fails_the_job(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_launcher_that_returns_0_before_the_end_of_training_fails_the_job(slurm, tmp_path):
     # mpirun sometimes does when a node is lost; with this flag it always does.
     job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *SMALL, nodes=2, MPI_FLAGS="--version")
     job.wait_for_end("FAILED", seconds=30)
@@ -152,7 +145,7 @@ def test_a_launcher_that_returns_0_before_the_end_of_training_fails_the_job(
     assert "error: mpirun ended before training was finished" in job.text()
 
 
-def test_a_rank_that_cannot_start_fails_the_job(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_fails_the_job(slurm, tmp_path):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text(
@@ -167,16 +160,14 @@ def test_a_rank_that_cannot_start_fails_the_job(slurm: Slurm, tmp_path: Path) ->
     assert job.record()["ExitCode"] == "1:0"
 
 
-def test_a_job_submitted_outside_the_checkout_is_an_error_with_the_folder(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_a_job_submitted_outside_the_checkout_is_an_error_with_the_folder(slurm, tmp_path):
     script = str(Path(__file__).parents[2] / "jobs" / "pretrain.sbatch")
     job = slurm.submit(tmp_path, script, "demo", nodes=1, cwd=tmp_path)
     job.wait_for_end("FAILED", seconds=30)
     assert job.text() == f"error: sbatch this in the folder of the checkout, not in {tmp_path}\n"
 
 
-def test_coarse_to_fine_is_requeued_after_a_stop(slurm: Slurm, tmp_path: Path) -> None:
+def test_coarse_to_fine_is_requeued_after_a_stop(slurm, tmp_path):
     short = (*SMALL[2:], "--epochs", "1", "--batch-size", "2")
     stages = ("--coarse", "--img-size", "32", "--fine", "--img-size", "32", "--lr", "1e-3")
     flags = ("--name", "chain", *short, *stages)
@@ -192,7 +183,7 @@ def test_coarse_to_fine_is_requeued_after_a_stop(slurm: Slurm, tmp_path: Path) -
     assert "Both stages are finished" in job.text()
 
 
-def test_the_scaling_job_measures_one_node_and_all_nodes(slurm: Slurm, tmp_path: Path) -> None:
+def test_the_scaling_job_measures_one_node_and_all_nodes(slurm, tmp_path):
     flags = ("--model", "volo_demo", "--img-size", "32", "--batch-size", "2", "--pairs", "2")
     job = slurm.submit(tmp_path, "jobs/scaling.sbatch", *flags, nodes=2)
     job.wait_for_end("COMPLETED")
@@ -204,9 +195,7 @@ def test_the_scaling_job_measures_one_node_and_all_nodes(slurm: Slurm, tmp_path:
         assert float(efficiency.rstrip("%")) == pytest.approx(100 * speed / (count * speeds[0]), abs=0.5)
 
 
-def test_the_elastic_job_continues_without_lost_nodes_while_enough_are_left(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_the_elastic_job_continues_without_lost_nodes_while_enough_are_left(slurm, tmp_path):
     flags = (*SMALL, "--epochs", "6", "--checkpoint-every", "2")
     job = slurm.submit(tmp_path, "jobs/elastic.sbatch", "demo", "12", "2", *flags, nodes=3)
     job.wait_for_output("training on n1 n2 n3: 1 ranks per node, micro-batches per rank: 1 of 4 images")

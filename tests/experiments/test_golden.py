@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.recipe import assemble
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.setup import setup
@@ -36,25 +35,16 @@ RECORDED = Path(__file__).parent / "golden_losses.json"
 COMPARED, ROUNDING = 40, 2e-4
 
 # The recorded run uses all methods of the published recipes, at a size that takes seconds.
-COMPLETE = {
-    "token_label": True,
-    "ground_truth": True,
-    "mix_token": True,
-    "aa": "rand-m9-mstd0.5-inc1",
-    "reprob": 0.25,
-    "drop_path": 0.2,
-    "ema_decay": 0.99,
-}
+COMPLETE = {"token_label": True, "ground_truth": True, "mix_token": True, "aa": "rand-m9-mstd0.5-inc1"}
+COMPLETE |= {"reprob": 0.25, "drop_path": 0.2, "ema_decay": 0.99}
 # Settings that a simple loop on timm's network supports, too.
 PLAIN = {"token_label": False, "mix_token": False, "drop_path": 0.0, "smoothing": 0.1}
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(demo_images: Callable[[int, int], Path]) -> Path:
     """Return a folder of demo images and label maps for an epoch of a hundred batches."""
-    folder = tmp_path_factory.mktemp("golden") / "images"
-    make_demo_set(folder, train=STEPS * BATCH, val=20)
-    return folder
+    return demo_images(STEPS * BATCH, 20)
 
 
 @pytest.fixture(autouse=True)
@@ -68,19 +58,9 @@ def one_thread() -> Iterator[None]:
 
 def context_of(images: Path, output: Path, **settings: Any) -> TrainContext:
     """Set up a run in this process."""
-    usual = {
-        "data_dir": str(images),
-        "output": str(output),
-        "model": "volo_demo",
-        "img_size": PIXELS,
-        "batch_size": BATCH,
-        "workers": 2,
-        "lr": 1e-3,
-        "epochs": 1,
-        "warmup_epochs": 0,
-        "clip_grad": 1.0,
-        "compression": "none",
-    }
+    usual = {"data_dir": str(images), "output": str(output), "model": "volo_demo", "img_size": PIXELS}
+    usual |= {"batch_size": BATCH, "workers": 2, "lr": 1e-3, "epochs": 1, "warmup_epochs": 0}
+    usual |= {"clip_grad": 1.0, "compression": "none"}
     if settings["token_label"]:
         usual["token_label_data"] = str(images / "token_labels")
     context, _ = setup(assemble(usual | settings, fallback_name="golden"), World.single(), StopRequest())
@@ -98,7 +78,7 @@ def losses_of(context: TrainContext, observe: Callable[[Any], Any] = lambda batc
     return torch.tensor(losses)
 
 
-def test_a_complete_recipe_follows_the_recorded_curve(images: Path, tmp_path: Path) -> None:
+def test_a_complete_recipe_follows_the_recorded_curve(images, tmp_path):
     with closing(context_of(images, tmp_path, **COMPLETE)) as context:
         losses = losses_of(context)
     if os.environ.get("HOROVOD_VOLO_RECORD"):
@@ -112,7 +92,7 @@ def test_a_complete_recipe_follows_the_recorded_curve(images: Path, tmp_path: Pa
     assert recorded[-30:].mean() < recorded[:30].mean()
 
 
-def test_losses_equal_those_of_a_simple_loop_on_timms_network(images: Path, tmp_path: Path) -> None:
+def test_losses_equal_those_of_a_simple_loop_on_timms_network(images, tmp_path):
     with closing(context_of(images, tmp_path, **PLAIN)) as context:
         theirs = timms_network(context.state.model)
         plain = SimpleLoop(theirs, context)
@@ -138,8 +118,8 @@ class SimpleLoop:
     def __init__(self, network: nn.Module, context: TrainContext) -> None:
         self.losses: list[float] = []
         self._network, self._lr = network, context.lr
-        exempt = network.no_weight_decay()  # type: ignore[operator]
         update = context.config.update
+        exempt = network.no_weight_decay()  # type: ignore[operator]
         decayed, others = [], []
         for name, parameter in network.named_parameters():
             plain = parameter.ndim <= 1 or name in exempt

@@ -6,7 +6,6 @@ The bounds allow for it; comparisons without a bound are only printed (pytest -r
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,9 +15,8 @@ import pytest
 
 from horovod_volo.demo.demo_image import CLASSES
 from horovod_volo.demo.demo_set import make_demo_set
-from tests.ranks.launching import python, run, train
-
-OUTPUT = "runs"
+from tests.ranks.launching import python, run
+from tests.runs import records, start
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +31,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def top1(folder: Path, name: str, *flags: str, images: str = "") -> float:
     """Train to the end on one rank, by default on all images; return the last top-1 in per cent."""
-    where = ("--output", str(folder / OUTPUT), "--name", name, "--eval-every", "99", "--log-every", "500")
-    done = train(images or str(folder / "images"), *flags, *where, ranks=1, start_with="none", seconds=600)
-    assert done.returncode == 0, done.stdout
-    lines = (folder / OUTPUT / name / "metrics.jsonl").read_text().splitlines()
-    return float(next(record["top1"] for line in reversed(lines) if "top1" in (record := json.loads(line))))
+    flags = (*flags, "--eval-every", "99", "--log-every", "500")
+    start(Path(images or folder / "images"), folder / name, *flags, small=(), ranks=1, seconds=600)
+    return float(records(folder / name, "top1")[-1]["top1"])
 
 
 def print_accuracies(**accuracies: float) -> None:
@@ -51,22 +47,22 @@ def coarse_and_fine(folder: Path) -> tuple[float, float]:
     labels = ("--token-label-data", str(folder / "images" / "token_labels"), "--ground-truth")
     low = top1(folder, "coarse", "--recipe", "demo", "--img-size", "32", "--epochs", "3", *labels)
     fine = ("--img-size", "64", "--epochs", "4", "--warmup-epochs", "0", "--lr-base", "0.00125")
-    start = ("--finetune", str(folder / OUTPUT / "coarse"))
+    start = ("--finetune", str(folder / "coarse" / "run"))
     return low, top1(folder, "fine", "--recipe", "demo", *fine, *start, *labels)
 
 
-def test_fine_tuning_at_double_resolution_is_better(coarse_and_fine: tuple[float, float]) -> None:
+def test_fine_tuning_at_double_resolution_is_better(coarse_and_fine):
     low, high = coarse_and_fine
     print_accuracies(coarse=low, fine=high)
     assert low > 50
     assert high > low
 
 
-def test_a_teachers_labels_train_a_student(folder: Path, coarse_and_fine: tuple[float, float]) -> None:
+def test_a_teachers_labels_train_a_student(folder, coarse_and_fine):
     """The fine-tuned network generates label maps for one student; another is trained on classes alone."""
     store = folder / "store"
     program = [*python(), "-m", "horovod_volo.labels"]
-    teacher = ["--teacher", str(folder / OUTPUT / "fine")]
+    teacher = ["--teacher", str(folder / "fine" / "run")]
     made = run([*program, "generate", str(folder / "images"), str(store), *teacher], seconds=300)
     assert made.returncode == 0, made.stdout
     student = ("--recipe", "demo", "--img-size", "32", "--epochs", "3")
@@ -87,7 +83,7 @@ def copy_classes(folder: Path, name: str, classes: Sequence[str], per_class: int
     return folder / name
 
 
-def test_few_images_of_new_classes_need_weights_of_others(folder: Path) -> None:
+def test_few_images_of_new_classes_need_weights_of_others(folder):
     """Twenty images of each of four shapes, for a network that has learned six others.
 
     Three seeds reached 57 to 68 % by fine-tuning, 61 to 67 % with a linear probe, 31 to 32 % from scratch.
@@ -98,7 +94,7 @@ def test_few_images_of_new_classes_need_weights_of_others(folder: Path) -> None:
     source = top1(folder, "source", "--recipe", "demo", "--epochs", "6", images=learned)
     small = ("--model", "volo_demo", "--img-size", "64", "--batch-size", "16", "--precision", "fp32")
     small += ("--epochs", "20", "--eval-batch-size", "50")
-    start = ("--finetune", str(folder / OUTPUT / "source"))
+    start = ("--finetune", str(folder / "source" / "run"))
     scratch = ("--finetune=", "--layer-decay", "1")
     tuned = top1(folder, "tuned", "--recipe", "finetune_folder", *small, *start, images=few)
     probe = top1(folder, "probe", "--recipe", "linear_probe", *small, *start, images=few)
@@ -108,7 +104,7 @@ def test_few_images_of_new_classes_need_weights_of_others(folder: Path) -> None:
     assert min(tuned, probe) > fresh + 15
 
 
-def test_lars_trains_a_large_batch_as_well_as_a_small_one(folder: Path) -> None:
+def test_lars_trains_a_large_batch_as_well_as_a_small_one(folder):
     """With 16 times the batch LARS loses at most 2 points; SGD with 16 times the learning rate loses more.
 
     The learning rate of LARS is relative to the norm of each layer. It is scaled linearly too, from 0.5 for a

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from horovod_volo.demo.demo_set import make_demo_set
-
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a demo set for ten steps of two ranks."""
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=80, val=20)
-    return folder
+def images(demo_images: Callable[[int, int], Path]) -> Path:
+    """Make a demo set for ten steps of eight images."""
+    return demo_images(80, 20)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from horovod_volo.elastic.ledger import LEDGER, read_ledger
-from tests.ranks.launching import SCRIPTS, environment, python
+from tests.ranks.launching import SCRIPTS, environment, processes, python
 
 GLOO_SECONDS = 5
 SETTINGS = ["--img-size", "32", "--batch-size", "4", "--warmup-epochs", "1", "--name", "run"]
@@ -30,11 +30,7 @@ class ElasticTrial:
         self._hosts, self._output = folder / "hosts", folder / "output.txt"
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=dict(variables),
-                start_new_session=True,
+                command, stdout=output, stderr=subprocess.STDOUT, env=dict(variables), start_new_session=True
             )
 
     def change_hosts(self, hosts: str) -> None:
@@ -44,24 +40,19 @@ class ElasticTrial:
     def ranks(self) -> dict[str, int]:
         """Return the process on each host, by the name that the discovery script gives to the host."""
         found = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
-                command = (process / "cmdline").read_bytes().split(b"\0")
-                if b"horovod_volo.train" not in command or str(self.run.parent).encode() not in command:
-                    continue
-                variables = (process / "environ").read_bytes().split(b"\0")
-                names = [value[len(_HOST) :].decode() for value in variables if value.startswith(_HOST)]
-                if b"python" in command[0] and names:
-                    found[names[0]] = int(process.name)
+        for process, command in processes("horovod_volo.train").items():
+            if str(self.run.parent) in command and "python" in command.split()[0]:
+                with contextlib.suppress(OSError, StopIteration):  # it has ended, or is none of its ranks
+                    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                    name = next(value[len(_HOST) :] for value in variables if value.startswith(_HOST))
+                    found[name.decode()] = process
         return found
 
     def signal_rank(self, host: str, number: signal.Signals) -> None:
-        """Send a signal to the rank on a host."""
         os.kill(self.ranks()[host], number)
 
     @property
     def output(self) -> str:
-        """Return what the run has printed."""
         return self._output.read_text(errors="replace")
 
     def formations(self) -> list[int]:
@@ -72,17 +63,15 @@ class ElasticTrial:
     def losses(self) -> dict[int, float]:
         """Return the training losses by step, in the order of the file."""
         path = self.run / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
         found = {}
-        for line in lines:
-            with contextlib.suppress(ValueError):
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):  # a line that is being written
                 record = json.loads(line)
                 if "loss" in record and "lr" in record:
                     found[record["step"]] = record["loss"]
         return found
 
     def step(self) -> int:
-        """Return the last step in the metrics."""
         return max(self.losses(), default=0)
 
     def wait_until(self, condition: Callable[[], object], seconds: float = 90) -> None:
@@ -105,7 +94,6 @@ class ElasticTrial:
         self.wait_until(lambda: self.step() >= first + 3 and formed(), seconds)
 
     def kill(self) -> None:
-        """Kill what is left of it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
@@ -23,74 +22,62 @@ from horovod_volo.config.recipe import assemble
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.config.validation import check
 from horovod_volo.core.errors import UserError
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.train import main
 from tests.faults.elastic_run import on_this_machine
 from tests.ranks.board_reading import check_board
+from tests.runs import state
 
 THREADS_THAT_COME_AND_GO = 2
 FORMATIONS = int(os.environ.get("ELASTIC_FORMATIONS", "20"))
 
 
+HOSTS = "localhost:1,127.0.0.1:1"
+
+
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=60, val=10)
-    return folder
+def images(demo_images) -> Path:
+    return demo_images(60, 10)  # 6 steps of 10 images
 
 
-def test_a_killed_rank_is_replaced(images: Path, tmp_path: Path) -> None:
-    flags = ("--global-batch", "10", "--epochs", "40", "--eval-every", "40")
-    with on_this_machine(tmp_path, images, "localhost:1,127.0.0.1:1", *flags) as trial:
+def test_a_killed_rank_is_replaced_and_a_removed_host_is_left(images, tmp_path):
+    """It stops early: so small a learning rate changes no prediction, and the first evaluation is best."""
+    still = ("--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0", "--freeze", "blocks:1,head")
+    flags = ("--global-batch", "10", "--epochs", "120", "--eval-every", "20", "--early-stop", "3", *still)
+    with on_this_machine(tmp_path, images, HOSTS, *flags) as trial:
         trial.train_on(2)
         trial.signal_rank("127.0.0.1", signal.SIGKILL)
         trial.train_on(2, formations=3)
+        trial.change_hosts("localhost:1")
+        trial.train_on(1, formations=4)
         assert trial.process.wait(120) == 0, trial.output
-        assert trial.formations() == [2, 1, 2]
+        assert trial.formations() == [2, 1, 2, 1]
         assert "goes on without it: another rank" in trial.output
         assert "formed again (1): 1 ranks" in trial.output
-        assert "done: 240 steps" in trial.output
-        assert "40 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
+        assert "done: 480 steps of 720, because 3 evaluations in a row were no better" in trial.output
+        assert "80 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
         points = list(trial.losses())
-        killed_after = re.search(r"formed again \(1\): .* go on after step (\d+)", trial.output)
-        assert killed_after is not None
-        # The killed rank may have taken its losses of the last step along.
-        assert points in (everything := list(range(1, 241)), sorted({*everything} - {int(killed_after[1])}))
-    check_board(trial.run.parent, points=points, evaluations=[240], more=set(), ranks=2)
-
-
-def test_ranks_that_are_formed_again_stop_early_and_keep_frozen_weights(images: Path, tmp_path: Path) -> None:
-    """So small a learning rate changes no prediction: the first evaluation stays the best."""
-    still = ("--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0", "--freeze", "blocks:1,head")
-    flags = ("--global-batch", "10", "--epochs", "60", "--eval-every", "10", "--early-stop", "3", *still)
-    with on_this_machine(tmp_path, images, "localhost:1,127.0.0.1:1", *flags) as trial:
-        trial.train_on(2)
-        trial.change_hosts("localhost:1")
-        trial.train_on(1, formations=2)
-        assert trial.process.wait(120) == 0, trial.output
-        assert trial.formations() == [2, 1]
-        assert "done: 240 steps of 360, because 3 evaluations in a row were no better" in trial.output
-        assert "40 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
-    checkpoints = trial.run / "checkpoints"
-    assert (checkpoints / "best").resolve().name == "step_00000060"
-    best, last = (load_file(checkpoints / name / "model.safetensors") for name in ("best", "last"))
+        # A rank that is gone may have taken its losses of the last step along.
+        lost = set(map(int, re.findall(r"formed again \(\d\): .* go on after step (\d+)", trial.output)))
+        assert len(lost) == 3
+        assert points == [step for step in range(1, 481) if step in points or step not in lost]
+    check_board(trial.run.parent, points=points, evaluations=[120, 240, 360, 480], more=set(), ranks=2)
+    assert (trial.run / "checkpoints" / "best").resolve().name == "step_00000120"
+    best, last = (state(trial.run.parent, name) for name in ("best", "last"))
     statistics = [name for name in best if name.endswith("running_mean")]  # of batch norm, which is frozen
     assert statistics
     assert all(torch.equal(best[name], last[name]) for name in statistics)
-    trained = load_file(checkpoints / "last" / "optimizer.safetensors")
-    assert "network.0.0.mlp.fc1.weight/exp_avg" not in trained
-    assert "head.weight/exp_avg" not in trained
-    assert "aux_head.weight/exp_avg" in trained
+    assert "optimizer network.0.0.mlp.fc1.weight/exp_avg" not in last
+    assert "optimizer head.weight/exp_avg" not in last
+    assert "optimizer aux_head.weight/exp_avg" in last
 
 
 @pytest.mark.soak
-def test_a_rank_that_hangs_is_replaced(images: Path, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_replaced(images, tmp_path):
     """Only the rank that the others wait for is killed, though Python's lock keeps it from answering."""
     flags = ("--global-batch", "10", "--epochs", "100000", "--hang-timeout", "8")
     faulty = ("--plugin", "tests.faults.injected")
-    hosts = "localhost:1,127.0.0.1:1"
-    with on_this_machine(tmp_path, images, hosts, *flags, *faulty, INJECTED_FAULT="1:3:lock") as trial:
+    with on_this_machine(tmp_path, images, HOSTS, *flags, *faulty, INJECTED_FAULT="1:3:lock") as trial:
         trial.train_on(2, formations=3)
         assert trial.formations() == [2, 1, 2]
         assert trial.output.count("so the run goes on without these ranks: rank 1 on ") == 1
@@ -98,14 +85,13 @@ def test_a_rank_that_hangs_is_replaced(images: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_many_formations_leave_nothing_behind(images: Path, tmp_path: Path) -> None:
+def test_many_formations_leave_nothing_behind(images, tmp_path):
     """The memory and the open files of the rank that stays do not grow with the number of formations."""
-    alone, both = "localhost:1", "localhost:1,127.0.0.1:1"
     measured = []
-    with on_this_machine(tmp_path, images, both, "--global-batch", "10", "--epochs", "100000") as trial:
+    with on_this_machine(tmp_path, images, HOSTS, "--global-batch", "10", "--epochs", "100000") as trial:
         trial.train_on(2)
         for number in range(FORMATIONS):
-            hosts = both if number % 2 else alone
+            hosts = HOSTS if number % 2 else "localhost:1"
             trial.change_hosts(hosts)
             trial.train_on(hosts.count(":"), formations=number + 2)
             if number % 2:
@@ -120,7 +106,7 @@ def test_many_formations_leave_nothing_behind(images: Path, tmp_path: Path) -> N
     assert later[2] <= earlier[2] + THREADS_THAT_COME_AND_GO
 
 
-def test_a_network_and_its_reducer_are_freed() -> None:
+def test_a_network_and_its_reducer_are_freed():
     """Ranks that are formed again build both again."""
     network = torch.nn.Linear(2, 2)
     reducer = Reducer(network, World.single(), Exchange(), micro_batches=1)
@@ -139,13 +125,13 @@ def used_by(process: int) -> tuple[int, int, int]:
     return int(status["VmRSS"].split()[0]) // 1024, files, int(status["Threads"])
 
 
-def test_without_an_elastic_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_elastic_launcher(tmp_path, capsys):
     flags = ["--recipe", "demo", "--elastic", "--global-batch", "10", "--output", str(tmp_path)]
     assert main(["images", *flags]) == 2
     assert "horovodrun --gloo --min-np N" in capsys.readouterr().err
 
 
-def test_any_number_of_ranks_divides_the_global_batch() -> None:
+def test_any_number_of_ranks_divides_the_global_batch():
     config = assemble({"elastic": True, "global_batch": 10, "batch_size": 5}, fallback_name="")
     for ranks, batch, accumulation in ((1, 5, 2), (2, 5, 1), (3, 4, 1), (4, 3, 1), (9, 2, 1)):
         resolved = resolve(config, ranks)
@@ -157,11 +143,9 @@ def test_any_number_of_ranks_divides_the_global_batch() -> None:
     [
         ({}, "--elastic needs --global-batch"),
         ({"global_batch": 3}, "--global-batch 3 leaves a rank of 4 without an image"),
-        ({"global_batch": 8, "shard_optimizer": True}, "Drop --shard-optimizer, or --elastic"),
-        ({"global_batch": 8, "horovod_autotune": "log"}, "Drop --horovod-autotune, or --elastic"),
     ],
 )
-def test_settings_that_cannot_be_elastic(settings: dict[str, object], message: str) -> None:
+def test_settings_that_cannot_be_elastic(settings, message):
     config = assemble({"elastic": True, **settings}, fallback_name="")
     with pytest.raises(UserError, match=message):  # noqa: PT012
         check(config)

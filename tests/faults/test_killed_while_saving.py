@@ -28,9 +28,8 @@ _OPERATIONS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.sym
 
 def save(folder: Path, step: int, number: float) -> None:
     """Save a checkpoint as a run with `--keep-checkpoints 1` does."""
-    saved = write_checkpoint(
-        folder / "checkpoints", step, {"model": {"weight": torch.full((9,), number)}}, {}
-    )
+    files = {"model": {"weight": torch.full((9,), number)}}
+    saved = write_checkpoint(folder / "checkpoints", step, files, {})
     delete_old_checkpoints(saved, 1)
 
 
@@ -54,7 +53,7 @@ def save_killed_before(operation: int, folder: Path, step: int, number: float) -
 
 
 @pytest.mark.parametrize("step", [20, 30], ids=["the same step again", "the next step"])
-def test_nothing_whole_is_removed_before_its_successor_is_published(tmp_path: Path, step: int) -> None:
+def test_nothing_whole_is_removed_before_its_successor_is_published(tmp_path, step):
     found = []
     for operation in range(100):
         folder = tmp_path / str(operation)
@@ -72,7 +71,7 @@ def test_nothing_whole_is_removed_before_its_successor_is_published(tmp_path: Pa
     assert set(found) == {1.0, 2.0}
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(tmp_path):
     save(tmp_path, 20, 1.0)
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
     assert has_checkpoint(tmp_path)

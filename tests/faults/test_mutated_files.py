@@ -243,7 +243,7 @@ CASES += (record_shards, classes_file, manifest, scene_shards, label_store, reci
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
-def test_damaged_files_are_refused_or_read_as_before(case: Callable[[Path], Case], tmp_path: Path) -> None:
+def test_damaged_files_are_refused_or_read_as_before(case, tmp_path):
     files, load = case(tmp_path)
     expected, outcomes, messages = load(), Counter[str](), list[str]()
     random = np.random.default_rng(0)

@@ -1,48 +1,40 @@
-"""A fault during training is reported once, by the rank on which it occurs, and ends the run quickly."""
+"""A fault during training is reported once, by the rank on which it occurs, and ends the run quickly.
+
+A damaged image that ends a run is in test_control_characters.py.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from horovod_volo.demo.demo_set import make_demo_set
-from tests.faults.runs import SMALL, assert_finite, only_error, start
-from tests.ranks.launching import environment, launcher, python, run
+from tests.ranks.launching import launcher, python, run, started, wait_until
+from tests.runs import FAILED, SMALL, STOPPED, assert_finite, only_error, records, start, steps
 
 
 @pytest.fixture
-def damaged_set(tmp_path: Path) -> Path:
-    """Make a set of images whose files a test damages."""
-    make_demo_set(tmp_path / "set", train=40, val=20)
-    return tmp_path / "set"
+def damaged_set(demo_images, tmp_path: Path) -> Path:
+    """Copy a set of images whose files a test damages."""
+    return shutil.copytree(demo_images(40, 20), tmp_path / "set")
 
 
-@pytest.mark.parametrize(("kind", "start_with"), [("image", "mpi"), ("label map", "gloo")])
-def test_a_damaged_sample_is_named(damaged_set: Path, tmp_path: Path, kind: str, start_with: str) -> None:
-    flags = ("--bad-samples", "fail")
-    if kind == "image":
-        damaged = min((damaged_set / "train" / "ring").iterdir())
-        damaged.write_bytes(damaged.read_bytes()[:300])
-    else:
-        damaged = max((damaged_set / "token_labels" / "star").iterdir())
-        damaged.unlink()
-        flags += ("--token-label-data", str(damaged_set / "token_labels"))
-    began = time.monotonic()
-    status, shown = start(damaged_set, tmp_path / "runs", *flags, start_with=start_with)
-    assert status not in (0, 75)
-    assert time.monotonic() - began < 60
-    error = only_error(shown, damaged.name)
+def test_a_missing_label_map_is_named(damaged_set, tmp_path):
+    missing = max((damaged_set / "token_labels" / "star").iterdir())
+    missing.unlink()
+    flags = ("--bad-samples", "fail", "--token-label-data", str(damaged_set / "token_labels"))
+    shown = start(damaged_set, tmp_path, *flags, status=FAILED, seconds=60)
+    error = only_error(shown, missing.name)
     assert "horovod_volo" not in shown.replace(error, ""), "there is a traceback of the package"
 
 
-def test_bad_samples_are_skipped_named_once_and_counted(damaged_set: Path, tmp_path: Path) -> None:
+def test_bad_samples_are_skipped_named_once_and_counted(damaged_set, tmp_path):
     """A truncated image, a missing label map and an empty validation image are skipped in all steps."""
     maps = damaged_set / "token_labels"
     truncated, _, unlabelled = sorted((damaged_set / "train" / "ring").iterdir())[:3]
@@ -50,17 +42,13 @@ def test_bad_samples_are_skipped_named_once_and_counted(damaged_set: Path, tmp_p
     (maps / "ring" / unlabelled.name).with_suffix(".pt").unlink()
     held_out = min((damaged_set / "val" / "star").iterdir())
     held_out.write_bytes(b"")
-    flags = ("--epochs", "2", "--token-label-data", str(maps), "--log-every", "1")
-    status, shown = start(damaged_set, tmp_path, *flags)
-    assert status == 0, shown
+    start(damaged_set, tmp_path, "--epochs", "2", "--token-label-data", str(maps), "--log-every", "1")
     log = (tmp_path / "run" / "log.txt").read_text()
     for name in (truncated.name, unlabelled.stem, held_out.name):
         assert len([line for line in log.splitlines() if "left out" in line and name in line]) == 1
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "loss" in record and "lr" in record]
-    assert [record["step"] for record in steps] == list(range(1, 11))  # 40 images, 8 per step, two epochs
-    assert steps[-1]["bad_samples"] == 4  # two in each of the two epochs
-    evaluation = [record for record in records if "top1" in record][-1]
+    assert steps(tmp_path) == list(range(1, 11))  # 40 images, 8 per step, two epochs
+    assert records(tmp_path, "lr")[-1]["bad_samples"] == 4  # two in each of the two epochs
+    evaluation = records(tmp_path, "top1")[-1]
     assert (evaluation["bad_samples"], evaluation["images"]) == (1, 19)
 
 
@@ -70,110 +58,88 @@ def training(images: Path, output: Path, *flags: str, plain: bool = False) -> li
     return [*command, "--output", str(output), "--epochs", "400", "--eval-every", "400", *flags]
 
 
-STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
-def test_a_stop_signal_saves_and_the_run_resumes(
-    images: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+# Others: SIGUSR1 and SIGTERM below.
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path, number):
     """The first log point is far away: ranks agree to stop at the end of a step."""
     command = training(images, tmp_path, "--log-every", "1000", "--checkpoint-every", "1")
     last = tmp_path / "run" / "checkpoints" / "last"
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-    ) as process:
-        try:
-            limit = time.monotonic() + 60
-            while not last.exists():
-                assert time.monotonic() < limit
-                time.sleep(0.05)
-            process.send_signal(number)
-            output, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 75, output
+    with started(command) as process:
+        wait_until(last.exists, 60, "a checkpoint")
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == STOPPED, output
     step = json.loads((last / "state.json").read_text())["step"]
     assert f"{number.name} on rank 0: the run saves a checkpoint after this step and stops" in output
     assert f"stopped at step {step} and saved" in output
-    if number == STOPS[0]:
+    if number == signal.SIGHUP:
         resumed = run([*command, "--resume", "auto", "--stop-at-step", str(step + 2)])
-        assert resumed.returncode == 75, resumed.stdout
+        assert resumed.returncode == STOPPED, resumed.stdout
         assert f"stopped at step {step + 2} and saved" in resumed.stdout
 
 
-def test_a_stop_signal_to_one_rank_stops_all_at_the_end_of_the_step(images: Path, tmp_path: Path) -> None:
-    status, shown = start(images, tmp_path, "--log-every", "1000", fault="1:3:SIGTERM", start_with="mpi")
-    assert status != 0
+def test_a_stop_signal_to_one_rank_stops_all_at_the_end_of_the_step(images, tmp_path):
+    settings = {"fault": "1:3:SIGTERM", "start_with": "mpi", "status": STOPPED}
+    shown = start(images, tmp_path, "--log-every", "1000", **settings)
     assert "stopped at step 4 and saved" in shown, shown
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000004"]
 
 
-def test_early_and_repeated_stop_signals_stop_once(images: Path, tmp_path: Path) -> None:
+def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
     command = training(images, tmp_path, "--log-every", "2", plain=True)
-    blocked = ["env", "--block-signal=USR1", *command]  # as the scripts in jobs/ start ranks
-    with subprocess.Popen(blocked, stdout=subprocess.PIPE, text=True, env=environment()) as process:
-        assert process.stdout is not None
-        try:
-            limit = time.monotonic() + 90
-            time.sleep(0.05)  # env has blocked the signal, and Python has not started
-            while process.poll() is None and time.monotonic() < limit:
-                process.send_signal(signal.SIGUSR1)
-                time.sleep(0.02)
-            output = process.stdout.read()
-        finally:
-            process.kill()
-    assert process.returncode == 75, output
+    # As the scripts in jobs/ start ranks.
+    with started(["env", "--block-signal=USR1", *command]) as process:
+        limit = time.monotonic() + 90
+        time.sleep(0.05)  # env has blocked the signal, and Python has not started
+        while process.poll() is None and time.monotonic() < limit:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.02)
+        output, _ = process.communicate(timeout=5)
+    assert process.returncode == STOPPED, output
     assert "stopped at step 1 and saved" in output
 
 
-def test_no_rank_exits_before_the_last_one_has_closed_its_loggers(images: Path, tmp_path: Path) -> None:
+def test_no_rank_exits_before_the_last_one_has_closed_its_loggers(images, tmp_path):
     """horovodrun kills all ranks when one exits with status 75."""
-    _, shown = start(images, tmp_path, "--stop-at-step", "2", fault="0:0:slow-close")
-    assert "stopped at step 2 and saved" in shown
+    shown = start(images, tmp_path, fault="0:0:slow-close", stop_at=2)
     assert "Exit code: 75" in shown, shown
     assert not (tmp_path / "run" / "lock.json").exists()
 
 
-def test_a_state_that_is_not_finite_replaces_no_checkpoint(images: Path, tmp_path: Path) -> None:
+def test_a_state_that_is_not_finite_replaces_no_checkpoint(images, tmp_path):
     """The loss is not finite after one step with such a rate; neither is that after a return."""
     flags = ("--checkpoint-every", "1", "--log-every", "50", "--keep-checkpoints", "3")
-    _, first = start(images, tmp_path, *flags, "--stop-at-step", "3")
-    assert "stopped at step 3" in first
-    status, shown = start(images, tmp_path, *flags, "--resume", "auto", "--lr", "1e38")
-    assert status not in (0, 75), shown
+    start(images, tmp_path, *flags, stop_at=3)
+    shown = start(images, tmp_path, *flags, "--resume", "auto", "--lr", "1e38", status=FAILED)
     error = only_error(shown, "finite")
     assert "--lr" in error
     assert "--warmup-epochs" in error
     saved = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert len(saved) == 3
     for checkpoint in saved:
-        assert_finite(checkpoint)
+        assert_finite(tmp_path, checkpoint.name)
 
 
-def test_an_evaluation_that_cannot_be_written_is_one_error(images: Path, tmp_path: Path) -> None:
+def test_an_evaluation_that_cannot_be_written_is_one_error(images, tmp_path):
     (tmp_path / "run" / "checkpoints" / "best").mkdir(parents=True)  # a folder in place of the link
-    began = time.monotonic()
-    status, shown = start(images, tmp_path)
-    assert status not in (0, 75)
-    assert time.monotonic() - began < 60
+    shown = start(images, tmp_path, status=FAILED, seconds=60)
     assert only_error(shown, "evaluation")
     assert "horovod_volo/" not in shown, "there is a traceback of the package besides the message"
     assert (tmp_path / "run" / "checkpoints" / "step_00000010" / "state.json").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a host name of its own needs root")
-def test_a_host_whose_name_has_no_address_is_named(images: Path, tmp_path: Path) -> None:
+def test_a_host_whose_name_has_no_address_is_named(images, tmp_path):
     """Gloo would end in a segmentation fault."""
     command = [*launcher("gloo", 2, plain=True), *training(images, tmp_path, plain=True)]
     renamed = ["unshare", "--uts", "bash", "-c", f"hostname nosuchhost; exec {shlex.join(command)}"]
     done = run(renamed, seconds=60)
-    assert done.returncode not in (0, 75)
+    assert done.returncode not in (0, STOPPED)
     assert "The name of this host, nosuchhost, has no address, and gloo needs one." in done.stdout
     assert "139" not in done.stdout
 
 
-def test_files_keep_the_umask(images: Path, tmp_path: Path) -> None:
+def test_files_keep_the_umask(images, tmp_path):
     command = shlex.join([*training(images, tmp_path / "runs"), "--epochs", "1"])
     done = run(["sh", "-c", f"umask 077; exec {command}"])
     assert done.returncode == 0, done.stdout

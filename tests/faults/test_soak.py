@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.elastic.ledger import check_ledger
-from tests.faults.runs import SMALL, weights
-from tests.ranks.launching import environment, launcher, python, train
+from tests.ranks.launching import launcher, processes, python, started
+from tests.runs import SMALL, assert_same_state, start
 
 FAULTS = int(os.environ.get("SOAK_FAULTS", "25"))  # for each launcher
 DONE = "done: 60 steps"
 # Semaphores of Python's multiprocessing in horovodrun, and Open MPI's segments: the doctor names them.
 LEFT_BY_KILLED_LAUNCHERS = ("sem.mp-", "vader_segment.")
-LONGER = (*SMALL, "--epochs", "6", "--warmup-epochs", "1", "--name", "run")
-LONGER += ("--checkpoint-every", "1", "--log-every", "2", "--ema-decay", "0.9", "--drop-path", "0.2")
+LONGER = ("--epochs", "6", "--warmup-epochs", "1", "--resume", "auto", "--log-every", "2")
+LONGER += ("--checkpoint-every", "1", "--ema-decay", "0.9", "--drop-path", "0.2")
 
 pytestmark = pytest.mark.soak
 
@@ -39,14 +39,7 @@ def ranks_of(launcher_pid: int) -> list[int]:
     while len(found) > last:
         last = len(found)
         found |= {pid for pid, parent in parents.items() if parent in found}
-    return sorted(pid for pid in found - {launcher_pid} if b"horovod_volo.train" in command_line(pid))
-
-
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    return sorted(processes("horovod_volo.train").keys() & (found - {launcher_pid}))
 
 
 def disturb(process: subprocess.Popen[str], chance: random.Random) -> None:
@@ -73,57 +66,39 @@ def disturb(process: subprocess.Popen[str], chance: random.Random) -> None:
             process.kill()
 
 
+def check(undisturbed: Path, output: Path) -> None:
+    assert_same_state(undisturbed, output)
+    assert "6 epochs are complete: each of 80 images was taken once" in check_ledger(output / "run")
+
+
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
-def test_faults_do_not_change_the_weights(images: Path, tmp_path: Path, start_with: str) -> None:
-    undisturbed = train(
-        str(images), *LONGER, "--output", str(tmp_path / "undisturbed"), ranks=2, start_with=start_with
-    )
-    assert DONE in undisturbed.stdout
-    expected = weights(tmp_path / "undisturbed")
-    chance, happened, completed = random.Random(7), 0, 0
+def test_faults_do_not_change_the_weights(images, tmp_path, start_with):
+    undisturbed = tmp_path / "undisturbed"
+    assert DONE in start(images, undisturbed, *LONGER, start_with=start_with)
+    chance, completed = random.Random(7), 0
     shared_memory = {path.name for path in Path("/dev/shm").iterdir()}
-    while happened < FAULTS:
+    for _ in range(FAULTS):
         output = tmp_path / f"run_{completed}"
+        arguments = [str(images), *SMALL, *LONGER, "--output", str(output), "--name", "run"]
         command = [
             *launcher(start_with, 2, plain=True),
             *python(plain=True),
             "-m",
             "horovod_volo.train",
-            str(images),
-            *LONGER,
+            *arguments,
         ]
-        command += ["--output", str(output), "--resume", "auto"]
-        with (tmp_path / "output.txt").open("a+", encoding="utf-8") as log:
-            began = log.tell()
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment(),
-                start_new_session=True,
-                text=True,
-            )
-            try:
-                disturb(process, chance)
-                process.wait(timeout=60)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            happened += 1
-            log.seek(began)
-            shown = log.read()
+        with (tmp_path / "output.txt").open("w+") as log, started(command, stdout=log) as process:
+            disturb(process, chance)
+            process.wait(timeout=60)
         limit = time.monotonic() + 30
         while ranks_of(1) and time.monotonic() < limit:  # of a killed launcher
             time.sleep(0.2)
-        if DONE in shown:
-            assert weights(output) == expected
-            assert "6 epochs are complete: each of 80 images was taken once" in check_ledger(output / "run")
+        if DONE in (tmp_path / "output.txt").read_text():
+            check(undisturbed, output)
             completed += 1
-    resumed = (str(images), *LONGER, "--output", str(tmp_path / f"run_{completed}"), "--resume", "auto")
-    assert DONE in train(*resumed, ranks=2, start_with=start_with).stdout
-    assert weights(tmp_path / f"run_{completed}") == expected
-    assert "6 epochs are complete" in check_ledger(tmp_path / f"run_{completed}" / "run")
+    assert DONE in start(images, tmp_path / f"run_{completed}", *LONGER, start_with=start_with)
+    check(undisturbed, tmp_path / f"run_{completed}")
     left = {path.name for path in Path("/dev/shm").iterdir()} - shared_memory
     of_launchers = {name for name in left if name.startswith(LEFT_BY_KILLED_LAUNCHERS)}
-    print(f"{happened} faults, {completed + 1} runs completed; of killed launchers {len(of_launchers)} files")
+    print(f"{FAULTS} faults, {completed + 1} runs completed; of killed launchers {len(of_launchers)} files")
     assert left == of_launchers

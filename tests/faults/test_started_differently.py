@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import SMALL, only_error
 from tests.ranks.launching import launcher, python, run
+from tests.runs import SMALL, only_error
 
-SECONDS = 60
+SECONDS = 30
 HOST = Path("/proc/sys/kernel/hostname").read_text().strip()
 TRAIN = ("horovod_volo.train", *SMALL)
 
@@ -29,22 +28,13 @@ TRAIN = ("horovod_volo.train", *SMALL)
         (("horovod_volo.evaluate", "--weights", "nowhere"), "mpi", "--batch-size 5", ("--batch-size is",)),
     ],
 )
-def test_what_differs_is_named(
-    images: Path,
-    tmp_path: Path,
-    entry: tuple[str, ...],
-    start_with: str,
-    on_rank_1: str,
-    messages: tuple[str, ...],
-) -> None:
+def test_what_differs_is_named(images, tmp_path, entry, start_with, on_rank_1, messages):
     module, *flags = entry
     where = ["--output", str(tmp_path / "runs")] if entry is TRAIN else []
     command = shlex.join([*python(), "-m", module, str(images), *flags, *where])
     rank = "${HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}"
     script = f"if [ {rank} = 1 ]; then set -- {on_rank_1}; fi; exec {command} $*"
-    began = time.monotonic()
     done = run([*launcher(start_with, 2), "bash", "-c", script], seconds=SECONDS)
-    assert time.monotonic() - began < SECONDS / 2, done.stdout
     assert done.returncode not in (0, 75)
     error = only_error(done.stdout)
     assert all(message in error for message in messages), error

@@ -16,17 +16,15 @@ The server ends with its standard input, and its children with the server.
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
 import gc
-import io
 import json
 import os
 import random
 import runpy
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -56,6 +54,7 @@ def load() -> None:
     import horovod.runner.launch
     import horovod.torch
     import nvidia.dali.fn  # noqa: F401
+    import pytest  # noqa: F401  # test modules hold functions that ranks call
     import torch
     import torch._dynamo
     import torch.utils.checkpoint
@@ -80,111 +79,82 @@ def fixed_variables(environment: dict[str, str]) -> dict[str, str]:
     }
 
 
-def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Read a request and the three streams that it passes."""
-    streams = array.array("i")
-    data, others, _, _ = client.recvmsg(65536, socket.CMSG_SPACE(3 * streams.itemsize))
-    for level, kind, content in others:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            streams.frombytes(content)
-    size, _, rest = data.partition(b"\n")
-    while len(rest) < int(size):
-        more = client.recv(65536)
-        if not more:
-            raise ConnectionError("a request ended early")
-        rest += more
-    return json.loads(rest), streams.tolist()
-
-
 def serve(address: str) -> list[str]:
-    """Fork a child for each request. Returns only in children: the arguments of the program to run."""
+    """Fork for each client. Returns only in the processes of programs, with their arguments."""
     server_variables = fixed_variables(dict(os.environ))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(sys.stdin, selectors.EVENT_READ)
-    clients: dict[socket.socket, int] = {}  # the child of each
-    children: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that is ready when the child ends
     gc.collect()
     gc.freeze()  # a collection would write to, and thereby copy, the shared pages
+    gc.unfreeze = lambda: None
     print("ready", flush=True)
     while True:
-        for key, _ in selector.select():
-            if key.fileobj is sys.stdin:
-                shutil.rmtree(Path(address).parent, ignore_errors=True)
-                os._exit(0)  # the kernel kills the children
-            if key.fileobj is listener:
-                client, _ = listener.accept()
-                request, streams = receive(client)
-                child = os.fork() if _is_possible(client, request, server_variables) else -1
-                if child == 0:
-                    selector.close()
-                    for other in (listener, client, *clients):
-                        other.close()
-                    for descriptor in children:
-                        os.close(descriptor)
-                    return _become(request, streams)
-                for stream in streams:
-                    os.close(stream)
-                if child < 0:
-                    client.close()
-                    continue
-                ended = os.pidfd_open(child)
-                clients[client], children[ended] = child, (child, client)
-                selector.register(client, selectors.EVENT_READ)
-                selector.register(ended, selectors.EVENT_READ)
-            elif key.fileobj in clients:
-                _forward_signals(key.fileobj, clients, selector)
-            elif key.fileobj in children:
-                child, client = children.pop(key.fileobj)
-                selector.unregister(key.fileobj)
-                os.close(key.fileobj)
-                _, status = os.waitpid(child, 0)
-                if clients.pop(client, None) is not None:
-                    selector.unregister(client)
-                    with contextlib.suppress(BrokenPipeError):
-                        client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-                client.close()
+        readable, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in readable:
+            shutil.rmtree(Path(address).parent, ignore_errors=True)
+            os._exit(0)  # the kernel kills all that was forked
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return attend(client, server_variables)
+        client.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
 
-def _is_possible(client: socket.socket, request: dict[str, Any], server_variables: dict[str, str]) -> bool:
-    """Return whether a child can run the request; send the client the reason if not."""
-    requested = fixed_variables(request["environment"])
-    # The trainer sets the variables that only the server has.
-    server_variables = {
-        name: text for name, text in server_variables.items() if name not in SERVER_ENVIRONMENT
-    } | {name: text for name, text in SERVER_ENVIRONMENT.items() if name in requested}
-    names = {name for name, _ in requested.items() ^ server_variables.items()}
-    if names:
+def attend(client: socket.socket, server_variables: dict[str, str]) -> list[str]:
+    """Fork the program of a client, pass signals on to it, and return its exit status to the client."""
+    end_with_parent()
+    _, streams, _, _ = socket.recv_fds(client, 1, 3)
+    # Not buffered, so that no signal after the line is read.
+    request = json.loads(client.makefile("rb", buffering=0).readline())
+    if names := different_variables(request["environment"], server_variables):
         client.sendall(
             f"refused: {', '.join(sorted(names))} cannot change in a fork of a process that has loaded "
             "PyTorch. Start this program in an interpreter of its own.\n".encode()
         )
-    return not names
+        os._exit(0)
+    child = os.fork()
+    if child == 0:
+        client.close()
+        return become(request, streams)
+    for stream in streams:
+        os.close(stream)
+    ended = os.pidfd_open(child)
+    waited_for: list[Any] = [client, ended]
+    while ended not in select.select(waited_for, [], [])[0]:
+        try:
+            numbers = client.recv(64)
+        except ConnectionResetError:
+            numbers = b""
+        if not numbers:  # the client has ended
+            waited_for.remove(client)
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(child, number)  # the child is not waited for yet, so its number is not used again
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
 
 
-def _forward_signals(
-    client: socket.socket, clients: dict[socket.socket, int], selector: selectors.BaseSelector
-) -> None:
-    """Send the signals of a client to its child; kill the child if the client has ended."""
-    try:
-        numbers = client.recv(64)
-    except ConnectionResetError:
-        numbers = b""
-    child = clients[client]
-    for number in numbers or [signal.SIGKILL]:
-        os.kill(child, number)  # the child is not waited for yet, so its number is not used again
-    if not numbers:
-        selector.unregister(client)
-        del clients[client]
+def different_variables(requested: dict[str, str], server_variables: dict[str, str]) -> set[str]:
+    """Return the variables that would have to change after they were read."""
+    # The trainer sets the variables that only the server has.
+    own = {name: text for name, text in server_variables.items() if name not in SERVER_ENVIRONMENT}
+    own |= {name: text for name, text in SERVER_ENVIRONMENT.items() if name in requested}
+    return {name for name, _ in fixed_variables(requested).items() ^ own.items()}
 
 
-def _become(request: dict[str, Any], streams: list[int]) -> list[str]:
-    """Give this child the client's streams, environment, working directory and CPUs."""
-    gc.unfreeze = lambda: None  # collections would write to, and thereby copy, the server's pages
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become(request: dict[str, Any], streams: list[int]) -> list[str]:
+    """Give this process the client's streams, environment, working directory and CPUs."""
+    end_with_parent()
     os.setpgid(0, 0)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -194,19 +164,9 @@ def _become(request: dict[str, Any], streams: list[int]) -> list[str]:
     os.chdir(request["folder"])
     os.umask(request["umask"])
     os.sched_setaffinity(0, request["cpus"])
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
-        buffered: Any = raw if unbuffered else io.BufferedWriter(raw)
-        stream = io.TextIOWrapper(
-            buffered,
-            encoding="utf-8",
-            errors="backslashreplace" if number == 2 else "strict",
-            line_buffering=not unbuffered and (number == 2 or os.isatty(number)),
-            write_through=unbuffered,
-        )
-        setattr(sys, name, stream)
+    # Interpreters that do not buffer write each part of a line, too.
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.stdout.reconfigure(line_buffering=is_unbuffered or os.isatty(1))
     random.seed()
     import numpy as np
     import torch

@@ -6,7 +6,6 @@ Towards its launcher this process behaves like the program: it forwards signals,
 exit status or by the signal that ended it. If this process is killed, the server kills the child.
 """
 
-import array
 import json
 import os
 import signal
@@ -20,25 +19,19 @@ def main(address: str, arguments: list[str]) -> int:
     if signal.pthread_sigmask(signal.SIG_BLOCK, []):
         print("signals are blocked: start this program in an interpreter of its own", file=sys.stderr)
         return 1
-    request = json.dumps(
-        {
-            "arguments": arguments,
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),  # noqa: PTH109  # pathlib takes longer to import than all else here
-            "umask": _umask(),
-            "cpus": sorted(os.sched_getaffinity(0)),
-        }
-    ).encode()
+    umask = os.umask(0)
+    os.umask(umask)
+    request = {"arguments": arguments, "environment": dict(os.environ), "umask": umask}
+    request["folder"] = os.getcwd()  # noqa: PTH109  # pathlib takes longer to import than all else here
+    request["cpus"] = sorted(os.sched_getaffinity(0))
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: server.send(bytes([number])))
     # Signals are blocked until the request is sent, so that their numbers do not end up inside it.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    streams = array.array("i", [0, 1, 2])
-    first = b"%d\n" % len(request)
-    server.sendmsg([first], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-    server.sendall(request)
+    socket.send_fds(server, [b"s"], [0, 1, 2])
+    server.sendall(json.dumps(request).encode() + b"\n")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     response = b""
     while more := server.recv(4096):
@@ -54,12 +47,6 @@ def main(address: str, arguments: list[str]) -> int:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import configparser
 import os
 import shlex
 import shutil
@@ -13,16 +14,14 @@ from functools import cache
 from pathlib import Path
 
 from tests.ranks.fork_server import SERVER_ENVIRONMENT
-from tests.ranks.warning_filters import python_warnings
 
 ROOT = Path(__file__).parents[2]
 
 
 def fork() -> list[str]:
     """Return the command prefix that runs a Python program in a fork of the fork server."""
-    if Path(
-        "/dev/nvidiactl"
-    ).exists():  # CUDA's libraries cannot be used in a fork of a process that has loaded them
+    # CUDA's libraries cannot be used in a fork of a process that has loaded them.
+    if Path("/dev/nvidiactl").exists():
         return [sys.executable]
     # It imports little, and nothing but the standard library, so it starts without site-packages.
     return [sys.executable, "-IS", str(ROOT / "tests/ranks/forked_rank.py"), _server()]
@@ -51,17 +50,31 @@ def path_of_forks() -> str:
 
 
 @cache
+def python_warnings() -> str:
+    """Return pytest's filterwarnings as a value of PYTHONWARNINGS: warnings are errors in all processes.
+
+    pytest applies its filters in its own process alone. Of a filter's fields the message is a regular
+    expression in setup.cfg and literal text in PYTHONWARNINGS, which separates filters by commas.
+    """
+    setup = configparser.ConfigParser(interpolation=None)
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    filters = setup["tool:pytest"]["filterwarnings"].split("\n")
+    return ",".join(line for line in filters if line)
+
+
+@cache
 def _server() -> str:
     """Start the server and return the path of its socket."""
-    folder = Path(
-        tempfile.mkdtemp(prefix="forks_")
-    )  # a short path, because that of a socket may have 107 characters
+    # A short path, because that of a socket may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="forks_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with (folder / "stderr").open("w") as stderr:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.ranks.fork_server", str(folder / "socket")],
             cwd=ROOT,
-            env=os.environ | SERVER_ENVIRONMENT | {"PYTHONWARNINGS": python_warnings()},
+            env=os.environ
+            | SERVER_ENVIRONMENT
+            | {"PYTHONWARNINGS": python_warnings(), "PYTHONUNBUFFERED": ""},
             stdin=subprocess.PIPE,  # the server ends when this is closed
             stdout=subprocess.PIPE,
             stderr=stderr,

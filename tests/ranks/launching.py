@@ -1,6 +1,5 @@
-"""Launches ranks for a test: the parent starts a worker script under a launcher and reads each rank's result.
+"""Launches ranks for a test: the parent starts a program under a launcher and reads each rank's result.
 
-A worker is `tests/ranks/worker_NAME.py`; its first argument is an output folder, where it writes `rank_R.pt`.
 If a rank dies or hangs, the launch ends and the test fails.
 
 Ranks are forks of a process that has already imported PyTorch and Horovod (`fork_server.py`). With `plain`
@@ -11,18 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.ranks.forking import fork
-from tests.ranks.warning_filters import python_warnings
+from horovod_volo.cluster.world import World
+from tests.ranks.forking import fork, python_warnings
 
-HERE = Path(__file__).parent
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -57,46 +58,84 @@ def environment(**extra: str) -> dict[str, str]:
     }
 
 
-def run(command: list[str], *, seconds: int = 120, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in its own process group, which is killed at the end of the call."""
+@contextlib.contextmanager
+def started(
+    command: list[str], stdout: Any = subprocess.PIPE, **extra: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a command in a session of its own for the block, and kill its process group afterwards."""
     with subprocess.Popen(
         command,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment(**extra),
         start_new_session=True,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=seconds)
+            yield process
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(command: list[str], *, seconds: int = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, or for so many seconds."""
+    with started(command, **extra) as process:
+        output, _ = process.communicate(timeout=seconds)
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-def ranks_of(
-    worker: str, out: Path, *arguments: str, ranks: int, start_with: str, plain: bool = False, **extra: str
-) -> list[dict[str, Any]]:
-    """Run a worker on each rank and return the results by rank."""
+def wait_until(
+    holds: Callable[[], object], seconds: float, what: str, context: Callable[[], str] = str
+) -> None:
+    """Wait until a condition holds; fail after so many seconds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"waited {seconds:.0f} seconds for {what}\n{context()}"
+        time.sleep(0.05)
+
+
+def processes(text: str) -> dict[int, str]:
+    """Return the command lines of this machine's processes that contain a text, by process."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process has ended
+            line = file.read_bytes().decode(errors="replace").replace("\0", " ")
+            if text in line:
+                found[int(file.parent.name)] = line
+    return found
+
+
+def on_ranks(
+    out: Path, *calls: Callable[[World], Any], ranks: int = 2, start_with: str = "gloo"
+) -> list[list[Any]]:
+    """Let each rank call these functions, one after the other; return the results of each, by rank.
+
+    A function is in a module, or a `partial` of one.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    script = str(HERE / f"worker_{worker}.py")
-    command = [*launcher(start_with, ranks, plain=plain), *python(plain), script, str(out), *arguments]
-    # Workers are not bound to cores. The trainer binds its ranks, and divides the threads among them.
-    done = run(command, **{"OMP_NUM_THREADS": "1", **extra})
+    (out / "calls").write_bytes(pickle.dumps(calls))
+    # These ranks are not bound to cores. The trainer binds its ranks, and divides the threads among them.
+    command = [*launcher(start_with, ranks), *python(), "-m", "tests.ranks.worker", str(out)]
+    done = run(command, seconds=240, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout
-    return [torch.load(out / f"rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
+    found = [torch.load(out / f"rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return [list(of_ranks) for of_ranks in zip(*found, strict=True)]
+
+
+def alone(call: Callable[[World], Any]) -> Any:
+    """Call such a function in this process, as the only rank, on one thread as each of several ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return call(World.single())
+    finally:
+        torch.set_num_threads(threads)
 
 
 def train(
     *arguments: str, ranks: int, start_with: str, seconds: int = 240, plain: bool = False, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m horovod_volo.train` on ranks."""
-    command = [
-        *launcher(start_with, ranks, plain=plain),
-        *python(plain),
-        "-m",
-        "horovod_volo.train",
-        *arguments,
-    ]
-    return run(command, seconds=seconds, **extra)
+    trainer = [*python(plain), "-m", "horovod_volo.train", *arguments]
+    return run([*launcher(start_with, ranks, plain=plain), *trainer], seconds=seconds, **extra)

@@ -11,7 +11,7 @@ from tests.ranks.launching import launcher, python, run
 SIZE = ("--model", "volo_demo", "--img-size", "32", "--batch-size", "2", "--pairs", "2")
 
 
-def test_the_hidden_fraction_follows_from_the_measured_times() -> None:
+def test_the_hidden_fraction_follows_from_the_measured_times():
     command = [*launcher("mpi", 2), *python(), "-m", "horovod_volo.bench", "reduce", "--json", *SIZE]
     done = run(command, seconds=240)
     assert done.returncode == 0, done.stdout

@@ -1,86 +1,70 @@
-"""A run that is killed and resumed, also on another number of ranks, has each sample of an epoch once.
+"""A killed and resumed epoch has each sample once, also on another number of ranks.
 
-The trainer is started by its command line, with images in class folders and in shards.
+That a step has the same samples on any number of ranks is shown in tests/unit/test_data_loader.py,
+test_data_sampler.py and test_data_crop_flip.py.
 """
+
+from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.pack import main as pack
-from tests.ranks.launching import HERE, launcher, python, run
+from tests.runs import FAILED, start
 
-IMAGES, GLOBAL_BATCH, EPOCHS = 48, 12, 2
-STEPS = IMAGES // GLOBAL_BATCH
+EPOCHS, STEPS, GLOBAL_BATCH = 2, 4, 12
 SAVED_AT, KILLED_AT, STOPPED_AT = 2, 3, 5
-SHARD_IMAGES = 20  # the last shard of a split has fewer
-# Without these flags the complete list is shuffled.
-SHUFFLES = {"tar": ("--block-shuffle", "5", "--shuffle-window", "3")}
-NEVER = -1
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=IMAGES, val=10)
-    return folder
+def test_a_killed_and_resumed_epoch_has_each_sample_once(demo_images, tmp_path, monkeypatch):
+    """Of shards, the last of which has fewer images.
 
+    tests/faults/test_lost_ranks.py shows it for images in folders, on the same number of ranks.
+    """
+    folder, shards = tmp_path / "records", tmp_path / "shards"
+    assert pack([str(demo_images(48, 10)), str(shards), "--shard-images", "20", "--workers", "1"]) == 0
+    folder.mkdir()
+    monkeypatch.setenv("CONSUMED", str(folder))
+    flags = (
+        "--resume",
+        "auto",
+        "--epochs",
+        str(EPOCHS),
+        "--checkpoint-every",
+        str(SAVED_AT),
+        "--log-every",
+        "1",
+    )
+    flags += ("--block-shuffle", "5", "--shuffle-window", "3")
 
-@pytest.fixture(params=["folder", "tar"])
-def form(request):
-    return request.param
+    def attempt(ranks: int, start_with: str, fault: str, **end: int) -> tuple[str, dict[int, Counter[int]]]:
+        more = (*flags, "--batch-size", str(GLOBAL_BATCH // ranks))
+        settings = {"ranks": ranks, "start_with": start_with, "fault": fault}
+        return start(shards, tmp_path, *more, **settings, **end), read_records(folder, ranks)
 
-
-@pytest.fixture
-def images(folder, form, tmp_path):
-    written = tmp_path / form
-    if form == "folder":
-        return folder
-    assert pack([str(folder), str(written), "--shard-images", str(SHARD_IMAGES), "--workers", "1"]) == 0
-    return written
-
-
-def test_a_killed_and_resumed_epoch_has_each_sample_once(images, form, tmp_path):
-    def attempt(*more: str, ranks: int, start_with: str, killed_at: int = NEVER):
-        batch = str(GLOBAL_BATCH // ranks)
-        settings = ("--recipe", "demo", "--img-size", "32", "--epochs", str(EPOCHS), "--warmup-epochs", "0")
-        often = ("--checkpoint-every", str(SAVED_AT), "--log-every", "1", "--batch-size", batch)
-        where = ("--output", str(tmp_path / "runs"), "--name", "run", "--resume", "auto")
-        script = (*python(), str(HERE / "worker_consumed.py"), str(records), str(killed_at), str(images))
-        command = (*launcher(start_with, ranks), *script, *settings, *often, *where, *SHUFFLES.get(form, ()))
-        return run([*command, *more], seconds=200)
-
-    records = tmp_path / "records"
-    records.mkdir()
-    killed = attempt(ranks=2, start_with="gloo", killed_at=KILLED_AT)
-    assert killed.returncode not in (0, 75), killed.stdout
-    stopped = attempt("--stop-at-step", str(STOPPED_AT), ranks=2, start_with="mpi")
-    assert stopped.returncode == 75, stopped.stdout
-    assert f"at step {SAVED_AT}" in stopped.stdout
-    ended = attempt(ranks=3, start_with="mpi")
-    assert ended.returncode == 0, ended.stdout
-    assert f"at step {STOPPED_AT}" in ended.stdout
-
-    attempts = [read_records(records, ranks) for ranks in ([0, 1], [0, 1], [0, 1, 2])]
+    _, first = attempt(2, "gloo", f"1:{KILLED_AT}:SIGKILL", status=FAILED)
+    shown, second = attempt(2, "mpi", "1:99:SIGKILL", stop_at=STOPPED_AT)
+    assert f"at step {SAVED_AT}" in shown
+    shown, third = attempt(3, "mpi", "1:99:SIGKILL")
+    assert f"at step {STOPPED_AT}" in shown
+    assert KILLED_AT in first
+    assert first[SAVED_AT] == second[SAVED_AT]
     # The steps of an attempt after its last checkpoint are repeated by the next attempt.
-    final = {step: attempts[0][step] for step in range(SAVED_AT)}
-    final |= {step: attempts[1][step] for step in range(SAVED_AT, STOPPED_AT)}
-    final |= {step: attempts[2][step] for step in range(STOPPED_AT, EPOCHS * STEPS)}
-    assert KILLED_AT in attempts[0]
-    assert attempts[0][SAVED_AT] == attempts[1][SAVED_AT]
+    final = [first[step] for step in range(SAVED_AT)]
+    final += [second[step] for step in range(SAVED_AT, STOPPED_AT)]
+    final += [third[step] for step in range(STOPPED_AT, EPOCHS * STEPS)]
     for epoch in range(EPOCHS):
-        counts = sum((final[step] for step in range(epoch * STEPS, (epoch + 1) * STEPS)), Counter())
-        assert counts == dict.fromkeys(range(IMAGES), 1)
+        counts = sum(final[epoch * STEPS : (epoch + 1) * STEPS], Counter())
+        assert counts == dict.fromkeys(range(48), 1)
 
 
-def read_records(folder: Path, ranks: list[int]) -> dict[int, Counter]:
-    """Return the images of each step over all ranks of one attempt, the earliest that is not read yet."""
-    images: dict[int, Counter] = {}
-    for rank in ranks:
-        file = min(folder.glob(f"*_{rank}.jsonl"))
+def read_records(folder: Path, ranks: int) -> dict[int, Counter[int]]:
+    """Return the images of each step over all ranks of an attempt, and remove its files."""
+    images: dict[int, Counter[int]] = {}
+    files = sorted(folder.iterdir())
+    assert len(files) == ranks
+    for file in files:
         for line in file.read_text().splitlines():
             step, indices = json.loads(line)
             images.setdefault(step, Counter()).update(indices)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.ranks.launching import environment, python
+from tests.ranks.launching import environment, python, wait_until
 
 PRINT_ENVIRONMENT = """
 import json, os, sys, torch
@@ -32,16 +32,10 @@ while True:
 """
 
 
-def ran(plain: bool, *command: str, **how: object) -> tuple[int, str, str]:
-    extra: dict[str, str] = how.pop("extra", {})  # type: ignore[assignment]
-    done = subprocess.run(
-        [*python(plain), *command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(**extra),
-        **how,
-    )
+def ran(plain: bool, *command: str, first: Sequence[str] = (), **settings: Any) -> tuple[int, str, str]:
+    settings["env"] = environment(**settings.pop("extra", {}))
+    command = [*first, *python(plain), *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **settings)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -50,36 +44,17 @@ def as_file(folder: Path, text: str) -> str:
     return str(folder / "program.py")
 
 
-@pytest.mark.parametrize(
-    ("program", "extra"),
-    [
-        (["{folder}/program.py"], {}),
-        (["-m", "program"], {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "ONLY_HERE": "a b"}),
-    ],
-)
-def test_a_fork_has_the_environment_of_a_plain_interpreter(
-    tmp_path: Path, program: list[str], extra: dict[str, str]
-) -> None:
-    taskset = ("taskset", "--cpu-list", str(max(os.sched_getaffinity(0))))
+def test_a_fork_has_the_environment_of_a_plain_interpreter(tmp_path):
     as_file(tmp_path, PRINT_ENVIRONMENT)
-    runs = [
-        subprocess.run(
-            [*taskset, *python(plain), *(word.format(folder=tmp_path) for word in program), "3", "two words"],
-            cwd=tmp_path,
-            input="a line\n",
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=environment(**extra),
-        )
-        for plain in (True, False)
-    ]
-    assert [done.returncode for done in runs] == [3, 3]
-    assert runs[0].stdout == runs[1].stdout
-    assert [done.stderr for done in runs] == ["to the other stream\n"] * 2
+    last_cpu = ("taskset", "--cpu-list", str(max(os.sched_getaffinity(0))))
+    extra = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "ONLY_HERE": "a b"}
+    settings = {"first": last_cpu, "cwd": tmp_path, "input": "a line\n", "extra": extra}
+    expected, found = (ran(plain, "-m", "program", "3", "two words", **settings) for plain in (True, False))
+    assert found == expected
+    assert (found[0], found[2]) == (3, "to the other stream\n")
 
 
-def test_a_fork_ends_like_a_plain_interpreter(tmp_path: Path) -> None:
+def test_a_fork_ends_like_a_plain_interpreter(tmp_path):
     for text in ("raise ValueError('wrong')", "import os; os.kill(os.getpid(), 9)", "import os; os.abort()"):
         status, _, stderr = ran(False, as_file(tmp_path, text))
         expected, _, expected_stderr = ran(True, as_file(tmp_path, text))
@@ -91,32 +66,26 @@ def test_a_fork_ends_like_a_plain_interpreter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_is_forwarded_to_the_fork(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_is_forwarded_to_the_fork(tmp_path, number):
     file = tmp_path / "pid"
     with subprocess.Popen(
         [*python(), as_file(tmp_path, WAIT_FOR_A_SIGNAL), str(file)], env=environment()
     ) as process:
-        limit = time.monotonic() + 30
-        while not (file.exists() and file.read_text()) and time.monotonic() < limit:
-            time.sleep(0.01)
+        wait_until(lambda: file.exists() and file.read_text(), 30, "the program")
         child = int(file.read_text())
         assert child != process.pid
         process.send_signal(number)
         assert process.wait(timeout=30) == (75 if number == signal.SIGUSR1 else -number)
-        with contextlib.suppress(ProcessLookupError):
-            while time.monotonic() < limit:
-                os.kill(child, 0)
-                time.sleep(0.01)
-            pytest.fail("the child has not ended")
+        wait_until(lambda: not Path(f"/proc/{child}").exists(), 30, "the child's end")
 
 
-def test_variables_that_libraries_read_on_loading_cannot_change(tmp_path: Path) -> None:
+def test_variables_that_libraries_read_on_loading_cannot_change(tmp_path):
     status, _, stderr = ran(False, as_file(tmp_path, "pass"), extra={"OMP_WAIT_POLICY": "ACTIVE"})
     assert status == 1
     assert "refused: OMP_WAIT_POLICY cannot change" in stderr
 
 
-def test_a_warning_is_an_error(tmp_path: Path) -> None:
+def test_a_warning_is_an_error(tmp_path):
     program = as_file(tmp_path, "import sys, warnings; warnings.warn(sys.argv[1])")
     for plain in (True, False):
         assert ran(plain, program, "The .grad attribute of a Tensor that is not a leaf Tensor") == (0, "", "")
@@ -125,7 +94,7 @@ def test_a_warning_is_an_error(tmp_path: Path) -> None:
         assert stderr.splitlines()[-1] == "UserWarning: of another kind"
 
 
-def test_numbers_drawn_without_a_seed_differ(tmp_path: Path) -> None:
+def test_numbers_drawn_without_a_seed_differ(tmp_path):
     program = as_file(tmp_path, "import random, numpy; print(random.random(), numpy.random.rand())")
     first, second = ran(False, program), ran(False, program)
     assert first[0] == second[0] == 0

@@ -1,241 +1,294 @@
-"""A run that is stopped and resumed is bit-identical to an uninterrupted one."""
+"""A run that is stopped and resumed is bit-identical to an uninterrupted one, also with other settings."""
+
+from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
 import shutil
 import tomllib
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from horovod_volo.demo.demo_set import make_demo_set
-from tests.ranks.board_reading import check_board
-from tests.ranks.launching import launcher, python, run, train
+from horovod_volo.cluster.world import World
+from horovod_volo.config.recipe import assemble, load_recipe
+from horovod_volo.engine.checkpoint.files import find_checkpoint
+from horovod_volo.engine.checkpoint.resuming import restore_state
+from horovod_volo.engine.classification import Classification
+from horovod_volo.engine.state import build_state
+from horovod_volo.models.build import freeze
+from tests import runs
+from tests.ranks.launching import alone, launcher, on_ranks, python, run
+from tests.runs import MISTAKE, SMALL, STOPPED, assert_same_state, assert_same_tensors, records, state, steps
 
-SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "1")
 STEPS_PER_EPOCH = 5  # of 40 images, 4 on each of 2 ranks
+MORE = (
+    "--epochs",
+    "2",
+    "--warmup-epochs",
+    "1",
+    "--ema-decay",
+    "0.9",
+    "--drop-path",
+    "0.2",
+    "--log-every",
+    "2",
+)
+ON_ONE = {"ranks": 1}
+AUTO = ("--resume", "auto")
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=40, val=20)
-    return folder
-
-
-def start(images: Path, output: Path, *arguments: str, start_with: str = "gloo", ranks: int = 2):
-    labels = ("--token-label-data", str(images / "token_labels"))
-    more = (
-        "--ema-decay",
-        "0.9",
-        "--drop-path",
-        "0.2",
-        "--clip-grad",
-        "1",
-        "--log-every",
-        "2",
-        "--mix-token",
-        "--eval-every",
-        "1",
-    )
-    where = ("--output", str(output), "--name", "run")
-    return train(str(images), *SMALL, *labels, *more, *where, *arguments, ranks=ranks, start_with=start_with)
-
-
-def last_state(output: Path):
-    folder = output / "run" / "checkpoints" / "last"
-    return {file.name: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
-
-
-def metrics(output: Path):
-    lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    measured = ("images_per_second", "data_wait", "hours", "model_tflops", "host_memory_gib", "slowest_rank")
-    groups = ("time_", "step_seconds_")
-    return [
-        {key: value for key, value in record.items() if key not in measured and not key.startswith(groups)}
-        for record in records
-    ]
+def start(images: Path, output: Path, *flags: str, **settings: Any) -> str:
+    labels = ("--token-label-data", str(images / "token_labels"), "--mix-token")
+    more = (*MORE, *labels, "--clip-grad", "1", "--eval-every", "1")
+    return runs.start(images, output, *more, *flags, **settings)
 
 
 def test_a_run_that_continues_another_one_at_the_end_of_an_epoch_is_evaluated(images, tmp_path):
     """The checkpoint that the evaluation belongs to is in the folder of the other run."""
-    first = start(images, tmp_path, "--stop-at-step", "10", start_with="none", ranks=1)
-    assert first.returncode == 75, first.stdout
-    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000010"
-    assert not (checkpoint / "evaluation.json").exists()
-    second = start(
-        images,
-        tmp_path,
-        "--resume",
-        str(checkpoint),
-        "--name",
-        "other",
-        "--stop-at-step",
-        "11",
-        ranks=1,
-        start_with="none",
-    )
-    assert second.returncode == 75, second.stdout
-    assert "after epoch 1 of" in second.stdout
-    assert (tmp_path / "other" / "checkpoints" / "step_00000010" / "evaluation.json").exists()
+    first, second = tmp_path / "first", tmp_path / "second"
+    start(images, first, stop_at=10, **ON_ONE)
+    checkpoint = Path("run", "checkpoints", "step_00000010")
+    assert not (first / checkpoint / "evaluation.json").exists()
+    shown = start(images, second, "--resume", str(first / checkpoint), stop_at=11, **ON_ONE)
+    assert "after epoch 1 of" in shown
+    assert (second / checkpoint / "evaluation.json").exists()
 
 
 def test_where_a_resumed_checkpoint_lies_is_decided_on_rank_zero(images, tmp_path):
     """Rank 1 is in another folder, as a rank on a host that mounts the run folder at another place."""
-    stopped = start(images, tmp_path, "--stop-at-step", str(STEPS_PER_EPOCH))
-    assert f"stopped at step {STEPS_PER_EPOCH} and saved" in stopped.stdout
+    start(images, tmp_path, stop_at=STEPS_PER_EPOCH)
     (tmp_path / "elsewhere").mkdir()
     in_own_folder = ["sh", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || cd elsewhere; exec "$@"', "sh"]
     resume = ("--resume", str(tmp_path / "run"), "--hang-timeout", "10", "--stop-at-step", "6")
-    resume = (*resume, "--catalog-dir", str(tmp_path / "catalogs"))
-    arguments = [
+    arguments = [*SMALL, *MORE, *resume, "--output", ".", "--name", "run", "--eval-every", "1"]
+    arguments += ["--catalog-dir", str(tmp_path / "catalogs")]
+    command = [
+        *launcher("mpi", 2),
+        *in_own_folder,
+        *python(),
+        "-m",
+        "horovod_volo.train",
         str(images),
-        *SMALL,
-        "--output",
-        ".",
-        "--name",
-        "run",
-        "--ema-decay",
-        "0.9",
-        "--eval-every",
-        "1",
-        *resume,
+        *arguments,
     ]
-    command = [*launcher("mpi", 2), *in_own_folder, *python(), "-m", "horovod_volo.train", *arguments]
     with contextlib.chdir(tmp_path):
         resumed = run(command, seconds=60)
-    assert resumed.returncode == 75, resumed.stdout
+    assert resumed.returncode == STOPPED, resumed.stdout
     assert "after epoch 1 of" in resumed.stdout
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(images, tmp_path_factory):
-    output = tmp_path_factory.mktemp("uninterrupted")
-    done = start(images, output)
-    assert done.returncode == 0, done.stdout
-    return output
+def test_a_run_that_is_stopped_three_times_is_bit_identical(images, tmp_path):
+    """Within an epoch, at its end, and in the next one; pictures and histograms change nothing."""
+    uninterrupted, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
+    start(images, uninterrupted)
+    shown = (*AUTO, "--histograms-every", "1", "--images-every", "1")
+    stops = [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2]
+    for stop, start_with in zip(stops, ("mpi", "gloo", "mpi"), strict=True):
+        start(images, stopped, *shown, stop_at=stop, start_with=start_with)
+    assert f"at step {stops[-1]}" in start(images, stopped, *shown)
+    assert_same_state(uninterrupted, stopped)
+    assert {name.split()[0] for name in state(stopped)} == {"model", "optimizer", "ema"}
+    evaluated = [
+        [without_measurements(record) for record in records(output, "top1")]
+        for output in (uninterrupted, stopped)
+    ]
+    assert evaluated[0] == evaluated[1]
+    assert len(evaluated[0]) == 2
+    check_shown(stopped, stops)
 
 
-@pytest.mark.parametrize("stop_at", [STEPS_PER_EPOCH, 3, STEPS_PER_EPOCH + 2])
-def test_a_stopped_and_resumed_run_is_bit_identical(images, uninterrupted, tmp_path, stop_at):
-    shown = ("--histograms-every", "1", "--images-every", "1")  # which change nothing
-    stopped = start(images, tmp_path, "--stop-at-step", str(stop_at), *shown, start_with="mpi")
-    assert stopped.returncode == 75, stopped.stdout
-    resumed = start(images, tmp_path, "--resume", "auto", *shown)
-    assert resumed.returncode == 0, resumed.stdout
-    assert f"at step {stop_at}" in resumed.stdout
-    expected, found = last_state(uninterrupted), last_state(tmp_path)
-    assert set(found) == {"model.safetensors", "optimizer.safetensors", "ema.safetensors"}
-    for file in expected:
-        assert expected[file].keys() == found[file].keys()
-        for name, tensor in expected[file].items():
-            assert tensor.equal(found[file][name]), (file, name)
-    by_step = {(record["step"], "top1" in record): record for record in metrics(uninterrupted)}
-    ends = [record for record in metrics(tmp_path) if "top1" in record]
-    assert len(ends) == 2
-    for record in ends:
-        assert record == by_step[record["step"], True]
-    check_shown(tmp_path, stop_at)
+def without_measurements(record: dict[str, Any]) -> dict[str, Any]:
+    measured = ("images_per_second", "data_wait", "hours", "model_tflops", "host_memory_gib", "slowest_rank")
+    groups = ("time_", "step_seconds_")
+    return {
+        name: each for name, each in record.items() if name not in measured and not name.startswith(groups)
+    }
 
 
-def check_shown(runs: Path, stop_at: int) -> None:
+def check_shown(output: Path, stops: list[int]) -> None:
     """Assert that TensorBoard shows the resumed run as one, and that its hours count on."""
-    records = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
-    points = [record["step"] for record in records if "lr" in record]
+    from tests.ranks.board_reading import check_board  # ranks import this module without TensorBoard
+
+    points = steps(output)
     assert points == sorted(set(points))
     more = {"train/token_loss", "train/token_loss_smoothed"}
-    board = check_board(runs, points=points, evaluations=[5, 10], more=more, ranks=2)
-    starts = [0, stop_at]
-    assert board.steps("run", "run/recipe") == starts
+    board = check_board(output, points=points, evaluations=[5, 10], more=more, ranks=2)
+    assert board.steps("run", "run/recipe") == [0, *stops]
     assert board.steps("run", "training/batch") == board.steps("run", "weights/network.0.0") == [0, 5]
     assert board.tags("run", "histograms") >= {"weights/head", "gradients/head", "gradients/network.2.0"}
-    hours = [record["hours"] for record in records]
+    hours = [record["hours"] for record in records(output)]
     assert hours == sorted(hours)
     assert hours[0] > 0
-    for record in records:
+    for record in records(output):
         parts = [value for name, value in record.items() if name.startswith("time_")]
         assert not parts or sum(parts) == pytest.approx(1, abs=1e-4)
 
 
-def test_a_resumed_run_with_fp16_compression_is_bit_identical(images, tmp_path):
-    """The scales of buckets depend on the maxima of earlier steps, so the checkpoint contains them."""
-    fp16 = ("--compression", "fp16", "--epochs", "1")
-    complete, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
-    assert start(images, complete, *fp16).returncode == 0
-    assert "stopped at step 3" in start(images, stopped, *fp16, "--stop-at-step", "3").stdout
-    assert start(images, stopped, *fp16, "--resume", "auto").returncode == 0
-    expected, found = last_state(complete), last_state(stopped)
-    assert (expected["exchange.safetensors"]["running_maxima"] > 0).all()
-    for file in expected:
-        assert expected[file].keys() == found[file].keys()
-        assert all(tensor.equal(found[file][name]) for name, tensor in expected[file].items()), file
+def test_a_resumed_run_of_muon_with_fp16_compression_is_bit_identical(images, tmp_path):
+    """The scales of messages depend on the maxima of earlier steps, so the checkpoint has them."""
+    uninterrupted, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
+    flags = ("--compression", "fp16", "--opt", "muon", "--epochs", "1")
+    start(images, uninterrupted, *flags)
+    start(images, stopped, *flags, stop_at=3)
+    saved = state(stopped)
+    for name in ("network.2.0.mlp.fc1.weight/momentum_buffer", "head.weight/exp_avg", "head.weight/step"):
+        assert saved[f"optimizer {name}"].any()
+    assert (saved["exchange running_maxima"] > 0).all()
+    start(images, stopped, *flags, *AUTO)
+    assert_same_state(uninterrupted, stopped)
 
 
-def test_a_batch_that_would_shift_the_samples_is_refused(images, uninterrupted, tmp_path):
-    stopped = start(images, tmp_path, "--stop-at-step", "3")
-    assert "stopped at step 3 and saved" in stopped.stdout
-    refused = start(images, tmp_path, "--resume", "auto", start_with="none", ranks=1)
-    assert refused.returncode == 2
-    assert "With 1 ranks, batch size x accumulation must be 8: --global-batch 8 sets both." in refused.stdout
-    allowed = start(images, tmp_path, "--resume", "auto", "--batch-size", "8", start_with="none", ranks=1)
-    assert allowed.returncode == 0, allowed.stdout
+UNCLIPPED = (*MORE, *AUTO, "--drop-path", "0.0", "--eval-every", "2", "--clip-grad", "0")
+SHARDED = (*UNCLIPPED, "--shard-optimizer")
+PARTS = "blocks:1,head"
+
+
+def test_a_sharded_run_with_frozen_parts_is_bit_identical_to_an_unsharded_one(images, tmp_path):
+    """A resumed run may use an unsharded optimizer. Frozen weights stay, and have no state."""
+    plain, sharded, frozen = tmp_path / "plain", tmp_path / "sharded", ("--freeze", PARTS)
+    shown = runs.start(images, plain, *UNCLIPPED, *frozen)
+    assert f"parameters; frozen: {PARTS}; each rank sends " in shown
+    runs.start(images, sharded, *SHARDED, *frozen, stop_at=3)
+    refused = runs.start(
+        images, sharded, *SHARDED, "--freeze", "stem", "--batch-size", "8", ranks=1, status=MISTAKE
+    )
+    assert f"has freeze {PARTS}, this run has stem" in refused
+    assert f"Give --freeze {PARTS}, or start a new run with --finetune." in refused
+    runs.start(images, sharded, *UNCLIPPED, *frozen, stop_at=7)
+    runs.start(images, sharded, *SHARDED, *frozen)
+    assert_same_state(plain, sharded)
+
+    saved = state(plain)
+    config = assemble(load_recipe(str(plain / "run" / "resolved.toml")), fallback_name="")
+    torch.manual_seed(config.run.seed)
+    network = Classification().build(config, 10).module
+    freeze(network, PARTS, ("head", "aux_head"))
+    for name, parameter in network.named_parameters():
+        moved = not torch.equal(parameter, saved[f"model {name}"])
+        assert moved == parameter.requires_grad == (f"optimizer {name}/exp_avg" in saved), name
+        assert moved == (not torch.equal(parameter, saved[f"ema {name}"]))
+    buffers = dict(network.named_buffers())
+    assert len(buffers) == 9  # mean, variance and count of three layers
+    for name, buffer in buffers.items():
+        assert torch.equal(buffer, saved[f"model {name}"]), name
+
+
+def loaded_state(world: World, *, folder: Path) -> dict[str, torch.Tensor]:
+    """Load the last checkpoint of a sharded run on this rank; return the full state that was loaded."""
+    config = assemble(load_recipe(str(folder / "resolved.toml")), fallback_name="")
+    device = torch.device("cpu")
+    own, _ = build_state(config, world, Classification(), num_classes=10, device=device, finetune="")
+    # Every rank but the first starts with values that differ from the checkpoint.
+    if world.rank:
+        for tensor in own.replicated_tensors():
+            tensor.fill_(world.rank)
+    restore_state(own, find_checkpoint(str(folder)), world)
+    return {
+        f"{file} {name}": tensor.detach().clone()
+        for file, tensors in own.full_state_dict().items()
+        for name, tensor in tensors.items()
+    }
+
+
+def test_a_sharded_run_resumes_on_other_numbers_of_ranks(images, tmp_path):
+    """2 ranks, then 3, then 1: each run loads exactly the state that the previous one has saved."""
+    call = partial(loaded_state, folder=tmp_path / "run")
+    runs.start(images, tmp_path, *SHARDED, "--batch-size", "6", stop_at=2)  # of 3 steps an epoch
+    saved = state(tmp_path)
+    ((first, *rest),) = on_ranks(tmp_path / "3", call, ranks=3)
+    assert_same_tensors(saved, first)
+    for rank in rest:  # only rank 0 gathers a sharded optimizer's state
+        assert_same_tensors(
+            *({n: t for n, t in each.items() if "optimizer" not in n} for each in (saved, rank))
+        )
+    runs.start(images, tmp_path, *SHARDED, ranks=3, stop_at=4)
+    assert_same_tensors(state(tmp_path), alone(call))
+    runs.start(images, tmp_path, *SHARDED, "--batch-size", "12", ranks=1)
+    assert state(tmp_path)["optimizer head.weight/step"] == 6
 
 
 def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
     """The same command on one rank has twice the micro-batches and the same samples in each step."""
     global_batch = ("--global-batch", "8")
-    stopped = start(images, tmp_path, *global_batch, "--stop-at-step", "3")
-    assert stopped.returncode == 75 or "stopped at step 3 and saved" in stopped.stdout, stopped.stdout
-    assert "8 images per step = 2 ranks x 4 images x 1 micro-batches" in stopped.stdout
-    assert "8 images per step, learning rates are stated for 32: peak learning rate 0.0005" in stopped.stdout
-    resumed = start(images, tmp_path, *global_batch, "--resume", "auto", start_with="none", ranks=1)
-    assert resumed.returncode == 0, resumed.stdout
-    assert "8 images per step = 1 ranks x 4 images x 2 micro-batches" in resumed.stdout
-    assert "at step 3: epoch 0." in resumed.stdout
+    shown = start(images, tmp_path, *global_batch, stop_at=3)
+    assert "8 images per step = 2 ranks x 4 images x 1 micro-batches" in shown
+    assert "8 images per step, learning rates are stated for 32: peak learning rate 0.0005" in shown
+    shown = start(images, tmp_path, *global_batch, *AUTO, **ON_ONE)
+    assert "8 images per step = 1 ranks x 4 images x 2 micro-batches" in shown
+    assert "at step 3: epoch 0." in shown
     settings = tomllib.loads((tmp_path / "run" / "resolved.toml").read_text())
-    found = (
-        settings["data"]["global_batch"],
-        settings["data"]["batch_size"],
-        settings["update"]["accumulation"],
+    assert (settings["data"]["global_batch"], settings["data"]["batch_size"]) == (8, 4)
+    assert settings["update"]["accumulation"] == 2
+    assert [record["images_seen"] for record in records(tmp_path, "top1")] == [40, 80]
+
+
+def test_an_early_stop_ends_a_run_as_finished_where_it_would_have_without_a_stop(images, tmp_path):
+    """So small a learning rate changes no prediction, nor does frozen batch norm: the first is best."""
+    still = ("--freeze", "stem", "--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0")
+    flags = (
+        *still,
+        "--eval-every",
+        "1",
+        "--early-stop",
+        "2",
+        "--epochs",
+        "5",
+        "--cooldown-epochs",
+        "2",
+        *AUTO,
     )
-    assert found == (8, 4, 2)
-    seen = [record["images_seen"] for record in metrics(tmp_path) if "top1" in record]
-    assert seen == [40, 80]
+    runs.start(images, tmp_path, *flags, stop_at=12)
+    for ranks in (2, 1):
+        shown = runs.start(images, tmp_path, *flags, "--batch-size", str(8 // ranks), ranks=ranks)
+        assert "done: 15 steps of 35, because 2 evaluations in a row were no better than the best" in shown
+        assert steps(tmp_path, "top1") == [5, 10, 15]
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve().name == "step_00000005"
+
+
+def test_batch_norm_over_two_ranks_trains_as_on_one(images, tmp_path):
+    def trained(name: str, *flags: str, ranks: int) -> torch.Tensor:
+        flags = ("--drop-path", "0", "--batch-size", str(8 // ranks), *flags)
+        runs.start(images, tmp_path / name, *flags, ranks=ranks)
+        weights = [each for key, each in state(tmp_path / name).items() if key.startswith("model")]
+        return torch.cat([tensor.double().flatten() for tensor in weights])
+
+    one, two = (trained(str(ranks), "--sync-bn", "all", ranks=ranks) for ranks in (1, 2))
+    apart = trained("apart", ranks=2)
+    assert (two - one).abs().mean() < 0.02 * (apart - one).abs().mean()
+    refused = runs.start(images, tmp_path, "--sync-bn", "heads", ranks=1, status=MISTAKE)
+    assert "--sync-bn heads is for segmentation" in refused
 
 
 def test_a_peak_below_the_final_learning_rate_is_refused_at_the_start(images, tmp_path):
-    refused = start(images, tmp_path, "--lr", "1e-6", start_with="none", ranks=1)
-    assert refused.returncode == 2
-    assert "the peak learning rate is 1e-06, below --min-lr, which is 1e-05" in refused.stdout
+    refused = start(images, tmp_path, "--lr", "1e-6", **ON_ONE, status=MISTAKE)
+    assert "the peak learning rate is 1e-06, below --min-lr, which is 1e-05" in refused
     assert not (tmp_path / "run").exists()
 
 
 def remove_metadata(checkpoint: Path, *keys: str) -> None:
     """Remove metadata from a checkpoint that earlier versions did not write."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    del state["checksum"]
+    metadata = json.loads((checkpoint / "state.json").read_text())
+    del metadata["checksum"]
     for key in keys:
-        del state[key]
-    state["checksum"] = hashlib.sha256(json.dumps(state).encode()).hexdigest()
-    (checkpoint / "state.json").write_text(json.dumps(state))
+        del metadata[key]
+    metadata["checksum"] = hashlib.sha256(json.dumps(metadata).encode()).hexdigest()
+    (checkpoint / "state.json").write_text(json.dumps(metadata))
 
 
 def test_a_run_with_a_warm_up_of_averages_resumes_only_with_it(images, tmp_path):
-    alone = {"start_with": "none", "ranks": 1}
-    stopped = start(images, tmp_path, "--stop-at-step", "3", "--ema-warmup", **alone)
-    assert stopped.returncode == 75, stopped.stdout
+    start(images, tmp_path, "--ema-warmup", stop_at=3, **ON_ONE)
     # Earlier versions always warmed the averages up and did not record it.
     remove_metadata(tmp_path / "run" / "checkpoints" / "step_00000003", "ema_warmup")
-    refused = start(images, tmp_path, "--resume", "auto", **alone)
-    assert refused.returncode == 2, refused.stdout
-    assert "has ema_warmup True, this run has False" in refused.stdout
-    assert "Give --ema-warmup." in refused.stdout
-    resumed = start(images, tmp_path, "--resume", "auto", "--ema-warmup", **alone)
-    assert resumed.returncode == 0, resumed.stdout
+    refused = start(images, tmp_path, *AUTO, **ON_ONE, status=MISTAKE)
+    assert "has ema_warmup True, this run has False" in refused
+    assert "Give --ema-warmup." in refused
+    start(images, tmp_path, *AUTO, "--ema-warmup", **ON_ONE)
 
 
 def with_aux_head(checkpoint: Path) -> None:
@@ -246,35 +299,24 @@ def with_aux_head(checkpoint: Path) -> None:
         for name, tensor in head.items()
         for key in ("step", "exp_avg", "exp_avg_sq")
     }
-    state = json.loads((checkpoint / "state.json").read_text())
+    metadata = json.loads((checkpoint / "state.json").read_text())
     for file, added in (("model", head), ("ema", head), ("optimizer", moments)):
         path = checkpoint / f"{file}.safetensors"
         save_file(load_file(path) | added, path)
-        state["sha256"][file] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (checkpoint / "state.json").write_text(json.dumps(state))
+        metadata["sha256"][file] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (checkpoint / "state.json").write_text(json.dumps(metadata))
     remove_metadata(checkpoint, "aux_head")
 
 
 def test_a_run_without_token_labels_resumes_without_its_untrained_auxiliary_head(images, tmp_path):
-    alone = ("--recipe", "demo", "--img-size", "32", "-b", "8", "--epochs", "1", "--no-token-label")
-    alone += ("--ema-decay", "0.9", "--warmup-epochs", "0")
-
-    def run(name: str, *arguments: str):
-        more = (*alone, "--output", str(tmp_path), "--name", name, *arguments)
-        return train(str(images), *more, ranks=1, start_with="none")
-
-    stopped = run("run", "--stop-at-step", "2")
-    assert stopped.returncode == 75, stopped.stdout
-    shutil.copytree(tmp_path / "run", tmp_path / "earlier" / "run", symlinks=True)
-    with_aux_head(tmp_path / "earlier" / "run" / "checkpoints" / "step_00000002")
-    assert run("run", "--resume", "auto").returncode == 0
-    resumed = run("earlier/run", "--resume", "auto")
-    assert resumed.returncode == 0, resumed.stdout
-    assert "step_00000002 is left out: this run does not train it" in resumed.stdout
-    expected, found = last_state(tmp_path), last_state(tmp_path / "earlier")
-    for file in expected:
-        assert expected[file].keys() == found[file].keys()
-        assert all(tensor.equal(found[file][name]) for name, tensor in expected[file].items())
-    refused = run("run", "--resume", "auto", "--token-label")
-    assert refused.returncode == 2
-    assert "Give --no-token-label, or start a new run with --finetune." in refused.stdout
+    plain, earlier = tmp_path / "plain", tmp_path / "earlier"
+    flags = ("--no-token-label", "--ema-decay", "0.9", *AUTO)
+    runs.start(images, plain, *flags, stop_at=2, **ON_ONE)
+    shutil.copytree(plain, earlier, symlinks=True)
+    with_aux_head(earlier / "run" / "checkpoints" / "step_00000002")
+    runs.start(images, plain, *flags, **ON_ONE)
+    shown = runs.start(images, earlier, *flags, **ON_ONE)
+    assert "step_00000002 is left out: this run does not train it" in shown
+    assert_same_state(plain, earlier)
+    refused = runs.start(images, plain, *flags, "--token-label", **ON_ONE, status=MISTAKE)
+    assert "Give --no-token-label, or start a new run with --finetune." in refused

@@ -1,46 +1,74 @@
-"""World gives the same results under every launcher, and refuses a size that Horovod does not report."""
+"""World gives the same results under every launcher; test_exchange.py checks it under two others.
 
-import socket
-import sys
+That ranks which would train alone are refused is shown in tests/faults/test_doctor.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks.launching import HERE, ranks_of, run
+from horovod_volo.cluster.world import AllRanksError, World
+from horovod_volo.core.errors import UserError
+from tests.ranks.launching import on_ranks
 
 
-@pytest.mark.parametrize(
-    ("start_with", "ranks", "controller"),
-    [("gloo", 3, "gloo"), ("horovodrun-mpi", 2, "MPI"), ("mpi", 3, "MPI"), ("none", 1, "none")],
-)
-def test_ranks_agree(tmp_path, start_with, ranks, controller):
-    found = ranks_of("world", tmp_path, ranks=ranks, start_with=start_with)
-    for rank, saved in enumerate(found):
-        assert saved["ranks"] == [rank, ranks, rank, ranks]
-        assert saved["controller"] == controller
-        assert saved["total"] == [sum(range(ranks)), ranks * 2.0**40 + sum(range(ranks))]
-        assert torch.allclose(saved["mean"], torch.full((3,), (ranks - 1) / 2))
-        assert [tensor.tolist() for tensor in saved["broadcast"]] == [[[0.0, 0.0], [0.0, 0.0]], 0, [True]]
-        assert saved["channels_last_sum"] == 0.0
-        assert saved["gathered"] == [f"from {other}" for other in range(ranks)]
-        assert saved["broadcast_object"] == "from 0"
-        suffix = f" (seen on rank {ranks - 1} of {ranks})" if ranks > 1 else ""
-        assert saved["problem"] == "the disk is missing" + suffix
-        differs = f"Weights on rank {ranks - 1} differ from rank 0's."
-        assert saved["divergence"] == (differs if ranks > 1 else "nothing was raised")
-
-
-def test_ranks_that_would_train_alone_are_refused(tmp_path):
-    """Open MPI's variables announce two ranks; Horovod uses gloo without its launcher and reports one."""
-    command = [sys.executable, str(HERE / "worker_world.py"), str(tmp_path)]
-    variables = {
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_HOSTNAME": socket.gethostname(),
+def collectives(world: World) -> dict[str, Any]:
+    """Return the results of World's attributes and collectives on this rank."""
+    mean = torch.full((3,), float(world.rank))
+    world.average_(mean, "mean")
+    number = torch.tensor(world.rank)
+    tensors = [torch.full((2, 2), float(world.rank)), number, torch.tensor([world.is_rank_zero])]
+    world.broadcast_(tensors)
+    world.assert_identical(tensors[:1], "broadcast tensors")
+    channels_last = torch.full((2, 3, 4, 5), float(world.rank)).to(memory_format=torch.channels_last)
+    world.broadcast_([channels_last])
+    weights = torch.ones(1000)
+    if world.rank == world.size - 1:
+        weights.view(torch.int32)[7] ^= 1
+    with pytest.raises(RuntimeError) as divergence:
+        world.assert_identical([weights], "Weights")
+    with pytest.raises(AllRanksError) as problem:
+        world.run_on_all_ranks(lambda: fail_on(world.size - 1, world))
+    return {
+        "ranks": [world.rank, world.size, world.local_rank, world.local_size],
+        "controller": world.controller,
+        "total": world.sum_over_ranks(world.rank, 2.0**40 + world.rank),
+        "mean": mean.tolist(),
+        "broadcast": [tensor.tolist() for tensor in tensors],
+        "channels_last_sum": float(channels_last.sum()),
+        "gathered": world.allgather_object(f"from {world.rank}"),
+        "broadcast_object": world.broadcast_object(f"from {world.rank}"),
+        "problem": str(problem.value),
+        "divergence": str(divergence.value),
     }
-    done = run(command, **variables)
-    assert done.returncode != 0
-    assert "started 2 ranks, but Horovod sees 1" in done.stdout
-    assert not list(tmp_path.iterdir())
+
+
+def fail_on(rank: int, world: World) -> None:
+    if world.rank == rank:
+        raise UserError("the disk is missing")
+
+
+def check(found: list[dict[str, Any]], controller: str) -> None:
+    """Assert that the results on all ranks are right."""
+    ranks = len(found)
+    for rank, result in enumerate(found):
+        assert result == {
+            "ranks": [rank, ranks, rank, ranks],
+            "controller": controller,
+            "total": [sum(range(ranks)), ranks * 2.0**40 + sum(range(ranks))],
+            "mean": pytest.approx([(ranks - 1) / 2] * 3),
+            "broadcast": [[[0.0, 0.0], [0.0, 0.0]], 0, [True]],
+            "channels_last_sum": 0.0,
+            "gathered": [f"from {other}" for other in range(ranks)],
+            "broadcast_object": "from 0",
+            "problem": f"the disk is missing (seen on rank {ranks - 1} of {ranks})",
+            "divergence": f"Weights on rank {ranks - 1} differ from rank 0's.",
+        }
+
+
+def test_ranks_of_horovodrun_over_mpi_agree(tmp_path):
+    (found,) = on_ranks(tmp_path, collectives, ranks=2, start_with="horovodrun-mpi")
+    check(found, "MPI")

@@ -1,0 +1,236 @@
+"""What ranks compute together equals what one rank computes of the whole batch.
+
+Gradients and steps with a replicated or a sharded optimizer, Muon, batch norm over ranks, and predictions.
+Each launch of ranks computes all cases of its number of ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from horovod_volo.cluster.world import World
+from horovod_volo.core.batch import NO_CLASS, EvalBatch
+from horovod_volo.engine.accuracy import PredictionCollector
+from tests.ranks.launching import alone, on_ranks
+from tests.ranks.muon_steps import STEPS as MUON_STEPS
+from tests.ranks.muon_steps import MuonSteps
+from tests.ranks.norm_steps import NormStep
+from tests.ranks.reducing import Steps
+from tests.ranks.test_world import check, collectives
+
+Call = Callable[[World], Any]
+PLAIN, HALVES = Steps(), Steps(micro_batches=2)
+# Two steps on the same weights: gradients of the first are not compressed.
+COMPRESSED = [Steps(compression="fp16", steps=2, lr=0.0, times=times) for times in (1.0, 1e-7)]
+OVERFLOWS = [Steps(overflow_on=1), Steps(overflow_on=1, compression="fp16"), Steps(overflow_on=1, opt="muon")]
+# The sum over two ranks does not depend on their order; that over three does, and the norm depends on the
+# shards. With a learning rate of 1e-2 rounding errors double every few steps, so some cases use a lower one
+# or double precision. AdamW's moments average gradients, which differ more than the weights.
+FP32_OF_THREE = 1e-5
+FIFTY = {
+    (2, "gloo"): [Steps(steps=50), Steps(steps=50, compression="fp16")],
+    (3, "gloo"): [Steps(steps=50, lr=1e-4), Steps(steps=50, double=True)],
+    (3, "mpi"): [
+        Steps(steps=50, lr=1e-3, double=True, clip=0.5),
+        Steps(steps=50, lr=1e-3, double=True, opt="sgd"),
+    ],
+}
+# A vector of seven elements, of which two of three ranks have none.
+ONE_PARAMETER = Steps(train_only="head.bias", double=True, clip=0.5, steps=5)
+ONE_PARAMETERS = [ONE_PARAMETER, replace(ONE_PARAMETER, opt="sgd")]
+SHARDS_OVERFLOW = [
+    *(Steps(overflow_on=1, compression=compression, sharded=True) for compression in ("none", "fp16")),
+    Steps(overflow_on=1, sharded=True, train_only="head.bias"),
+]
+MUON = [MuonSteps("odd shapes"), MuonSteps("one matrix"), MuonSteps("volo"), MuonSteps("volo", in_bf16=True)]
+# VOLO's stem has norms of its own, which take one rank's images unless all are connected.
+HEADS, ALL, RECOMPUTED = NormStep((3, 3)), NormStep((1, 2, 3), "all"), NormStep((4, 1), recomputed=True)
+# The neck's first and second norms; pooling with laterals and auxiliary head, bottleneck, pyramid, fusion.
+ROUNDS = 6
+PREDICTIONS = 33
+
+
+def both(cases: list[Steps]) -> list[Steps]:
+    return [replace(case, sharded=sharded) for case in cases for sharded in (False, True)]
+
+
+def predictions(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collect made-up predictions of each rank's images, some of which are damaged."""
+    random = np.random.default_rng(0)
+    classes, shares = random.integers(10, size=PREDICTIONS), random.random(PREDICTIONS, dtype=np.float32)
+    targets = np.where(np.arange(PREDICTIONS) % 6 == 0, NO_CLASS, 1)
+    collector = PredictionCollector()
+    own = np.arange(world.rank, PREDICTIONS, world.size)
+    for indices in np.split(own, range(4, len(own), 4)):
+        batch = EvalBatch(torch.empty(0), torch.from_numpy(targets[indices]), indices)
+        collector.add(batch, torch.from_numpy(classes[indices]), torch.from_numpy(shares[indices]))
+    found, probabilities = collector.gather(world, PREDICTIONS)
+    return torch.from_numpy(found), torch.from_numpy(probabilities)
+
+
+CALLS: dict[tuple[int, str], list[Call]] = {
+    (2, "gloo"): [PLAIN, HALVES, *COMPRESSED, *OVERFLOWS, *both(FIFTY[2, "gloo"]), *MUON, HEADS, RECOMPUTED],
+    (3, "gloo"): [
+        collectives,
+        *(*COMPRESSED, *both(FIFTY[3, "gloo"]), *both(ONE_PARAMETERS), *SHARDS_OVERFLOW, *MUON, ALL),
+        predictions,
+    ],
+    (3, "mpi"): [collectives, PLAIN, HALVES, *both(FIFTY[3, "mpi"]), *MUON, ALL],
+}
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], dict[Call, list[Any]]]:
+    """Return a function that gives the results of each rank by case, from one launch for each argument."""
+
+    @functools.cache
+    def compute(ranks: int, start_with: str) -> dict[Call, list[Any]]:
+        calls = CALLS[ranks, start_with]
+        found = on_ranks(tmp_path_factory.mktemp("launch"), *calls, ranks=ranks, start_with=start_with)
+        return dict(zip(calls, found, strict=True))
+
+    return compute
+
+
+one_rank = functools.cache(alone)
+
+
+@pytest.mark.parametrize(("start_with", "controller"), [("gloo", "gloo"), ("mpi", "MPI")])
+def test_collectives_give_what_they_promise(launch, start_with, controller):
+    check(launch(3, start_with)[collectives], controller)
+
+
+@pytest.mark.parametrize(("ranks", "start_with"), [(2, "gloo"), (3, "mpi")])
+@pytest.mark.parametrize("case", [PLAIN, HALVES], ids=["one micro-batch", "two"])
+def test_gradients_are_those_of_the_whole_batch(launch, ranks, start_with, case):
+    found, expected = launch(ranks, start_with)[case], one_rank(PLAIN)["gradients"]
+    assert found[0]["buckets"] > 2
+    assert expected.abs().max() > 1e-2
+    for rank in found:
+        assert torch.allclose(rank["gradients"], expected, rtol=0, atol=1e-6)
+        assert torch.equal(rank["weights"], found[0]["weights"])
+    assert torch.allclose(one_rank(HALVES)["gradients"], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", COMPRESSED, ids=["as-is", "tiny"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fp16_compression_adds_only_rounding_errors(launch, ranks, case):
+    found, exact = launch(ranks, "gloo")[case], one_rank(replace(case, compression="none"))["gradients"]
+    for rank in found:
+        error = (rank["gradients"] - exact).abs()
+        # Each rank's gradient and each partial sum is rounded, with a relative error of up to 2^-11; the
+        # gradient of one rank may be larger than the sum.
+        assert error.max() < (2 * ranks - 1) * 2**-11 * exact.abs().max()
+        assert error.median() < 2**-11 * exact.abs().median() * ranks
+    assert all(torch.equal(found[0]["weights"], rank["weights"]) for rank in found)
+    assert error.max() > 2**-14 * exact.abs().max(), "there is no rounding error of fp16: it was not used"
+
+
+@pytest.mark.parametrize("case", [*OVERFLOWS, *SHARDS_OVERFLOW], ids=str)
+def test_all_ranks_skip_a_step_that_overflows_on_one(launch, case):
+    """Also ranks whose shard has no parameter. Without an overflow the same step changes the weights."""
+    for rank in launch(3 if case.sharded else 2, "gloo")[case]:
+        assert rank["moved"] == 0.0
+        assert rank["scale"] == 512.0
+        assert not any(tensor.any() for tensor in rank["state"].values())
+        assert case.sharded or not rank["gradients"].isfinite().all()
+    assert one_rank(PLAIN)["moved"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "start_with", "case"), [(*key, case) for key in FIFTY for case in FIFTY[key]]
+)
+def test_a_sharded_optimizer_gives_the_same_weights(launch, ranks, start_with, case):
+    found = launch(ranks, start_with)
+    plain, sharded = found[case], found[replace(case, sharded=True)]
+    assert plain[0]["moved"] > 1e-3
+    for replicated, rank in zip(plain, sharded, strict=True):
+        assert torch.equal(replicated["weights"], plain[0]["weights"])
+        assert torch.equal(rank["weights"], sharded[0]["weights"])
+    assert_same_training(plain, sharded, 1e-6 if ranks == 2 or case.double else FP32_OF_THREE)
+    # Each rank has its shard of the two moments, and the shards have nearly equal sizes.
+    elements = [rank["state_elements"] for rank in sharded]
+    assert sum(elements) == plain[0]["state_elements"]
+    assert max(elements) <= 1.02 * sum(elements) / ranks
+
+
+@pytest.mark.parametrize("case", ONE_PARAMETERS, ids=["adamw", "sgd"])
+def test_ranks_without_a_parameter_step_save_and_restore(launch, case):
+    found = launch(3, "gloo")
+    assert found[case][0]["moved"] > 1e-3
+    assert_same_training(found[case], found[replace(case, sharded=True)], 1e-6)
+
+
+def assert_same_training(plain: list[Any], sharded: list[Any], bound: float) -> None:
+    for rank in sharded:
+        assert rank["restored"]
+        assert (rank["weights"] - plain[0]["weights"]).abs().max() <= 1e-6
+    saved = sharded[0]["state"]
+    assert saved.keys() == plain[0]["state"].keys()
+    for name, tensor in plain[0]["state"].items():
+        assert (saved[name] - tensor).abs().max() <= bound, name
+
+
+@pytest.mark.parametrize(("ranks", "start_with"), CALLS)
+@pytest.mark.parametrize("case", MUON, ids=str)
+def test_muon_whose_matrices_are_shared_equals_muon_on_one_rank(launch, ranks, start_with, case):
+    """With odd shapes, with fewer matrices than ranks, for VOLO, and in bf16."""
+    found, expected = launch(ranks, start_with)[case], one_rank(case)
+    assert expected["moved"] > 1e-2
+    own = [rank["own"] for rank in found]
+    assert sum(own) == len(expected["matrices"])
+    assert case.network != "one matrix" or own == [1, *([0] * (ranks - 1))]
+    for rank in found:
+        assert rank["exchanges"] == MUON_STEPS  # one message a step
+        assert torch.equal(rank["weights"], found[0]["weights"])
+        difference = (rank["weights"] - expected["weights"]).abs().max()
+        assert difference <= (1e-3 if case.in_bf16 else 1e-6)
+        assert rank["state"].keys() == expected["state"].keys()
+        for key, tensor in expected["state"].items():
+            assert torch.equal(rank["state"][key], tensor), key
+
+
+@pytest.mark.parametrize(
+    ("start_with", "case", "exchanges"),
+    [
+        ("gloo", ALL, 2 * (ROUNDS + 3)),  # the stem's three follow each other
+        ("mpi", ALL, 2 * (ROUNDS + 3)),
+        ("gloo", RECOMPUTED, 2 * 2),  # a repeated forward exchanges nothing
+    ],
+)
+def test_batch_norm_over_ranks_equals_that_of_the_whole_batch(launch, start_with, case, exchanges):
+    found, expected = (
+        launch(len(case.images), start_with)[case],
+        one_rank(replace(case, images=(sum(case.images),))),
+    )
+    assert expected["gradients"].abs().max() > 1e-2
+    assert found[0]["exchanges"] == exchanges
+    begin = 0
+    for rank, count in zip(found, case.images, strict=True):
+        own = slice(begin, begin + count)
+        assert torch.allclose(rank["logits"], expected["logits"][own], rtol=0, atol=1e-9)
+        assert torch.allclose(rank["inputs"], expected["inputs"][own], rtol=0, atol=1e-9)
+        assert torch.allclose(rank["gradients"], expected["gradients"], rtol=0, atol=1e-9)
+        assert torch.allclose(rank["statistics"], expected["statistics"], rtol=0, atol=1e-6)
+        begin += count
+
+
+def test_batch_norm_of_heads_alone_leaves_that_of_the_stem(launch):
+    found, expected = launch(2, "gloo")[HEADS], one_rank(replace(HEADS, images=(6,)))
+    assert found[0]["norms"] == 19
+    assert found[0]["exchanges"] == 2 * ROUNDS
+    assert not torch.allclose(found[0]["logits"], expected["logits"][:3], atol=1e-6)
+
+
+def test_predictions_are_gathered_by_image(launch):
+    gathered, *_ = launch(3, "gloo")[predictions]
+    expected = one_rank(predictions)
+    assert (expected[0] == NO_CLASS).sum() == 6
+    assert all(torch.equal(*pair) for pair in zip(gathered, expected, strict=True))
