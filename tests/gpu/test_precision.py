@@ -11,6 +11,7 @@ from torch import Tensor
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.optim.build import state_tensors
+from tests.gpu.conftest import losses
 
 OpenContext = Callable[..., TrainContext]
 
@@ -52,17 +53,6 @@ def test_an_overflow_changes_only_the_loss_scale(open_context: OpenContext) -> N
     assert changed(trained, after) == list(after)
     assert all(tensor.isfinite().all() for tensor in after.values())
     assert scaler.get_scale() == 128.0
-
-
-def losses(context: TrainContext, steps: int) -> list[float]:
-    """Train and return each step's loss."""
-    batches = context.learner.train_loader.batches(0, 0)
-    found = []
-    for _ in range(steps):
-        context.progress.meter.reset()
-        train_step(context, batches)
-        found.append(context.progress.meter.sums()["total"])
-    return found
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -1,4 +1,4 @@
-"""Drop path against the published one: the rates of all blocks, and the same draws in both networks.
+"""Drop path against the published one: the rates of all blocks, and our draws in both networks.
 
 Ours computes a branch only for the images that keep it; the published code computes it for all images and
 multiplies by zero.
@@ -10,21 +10,15 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from horovod_volo.models.blocks import Block
 from horovod_volo.models.build import build_model
 from horovod_volo.models.lvvit import LvVit
 from tests.published.checkouts import PublishedCode, named_folder
 from tests.published.conftest import Compare
-from tests.published.drop_path import (
-    record_draws_of_ours,
-    record_published_draws,
-    use_draws_in_ours,
-    use_draws_in_published,
-)
+from tests.published.drop_path import record_draws_of_ours, use_draws_in_published
 from tests.published.examples import CLASSES, box_on, labels_of, published_target
-from tests.published.pairs import Pair, compare_gradients, pair_of
+from tests.published.pairs import compare_gradients, pair_of
 from tests.unit.network_samples import random_images
 
 named_folder()  # skips this module without checkouts
@@ -64,24 +58,7 @@ def published_rates(model: torch.nn.Module) -> list[float]:
     return [block.drop_prob for block in blocks if getattr(block, "drop_prob", 0.0)]
 
 
-NETWORKS = pytest.mark.parametrize("name", ["volo_d1", "lvvit_t", "lvvit_s"])
-
-
-@NETWORKS
-def test_ours_with_published_draws(name: str, published: PublishedCode, compare: Compare) -> None:
-    pair = pair_of(published, name, img_size=PIXELS, drop_path=0.75)
-    own, other = (random_images(BATCH, PIXELS).requires_grad_() for _ in range(2))
-    torch.manual_seed(1)
-    with record_published_draws(pair.theirs) as draws:
-        theirs = pair.published_loss(published, other, published_target(published, BATCH, 3, SIDE), BOX)
-    with use_draws_in_ours(draws):
-        ours = pair.our_loss(own, labels_of(BATCH, 3), BOX)
-    compare_loss_and_gradients(compare, f"{name}, published draws", pair, ours, theirs, own, other)
-    counts = {len(rows) for _, rows in draws}
-    assert {0, BATCH} < counts  # there is a branch that no image keeps, one that all keep, and others
-
-
-@NETWORKS
+@pytest.mark.parametrize("name", ["volo_d1", "lvvit_t", "lvvit_s"])
 def test_the_published_with_our_draws(name: str, published: PublishedCode, compare: Compare) -> None:
     pair = pair_of(published, name, img_size=PIXELS, drop_path=0.75)
     own, other = (random_images(BATCH, PIXELS).requires_grad_() for _ in range(2))
@@ -90,14 +67,9 @@ def test_the_published_with_our_draws(name: str, published: PublishedCode, compa
         ours = pair.our_loss(own, labels_of(BATCH, 3), BOX)
     with use_draws_in_published(published, draws):
         theirs = pair.published_loss(published, other, published_target(published, BATCH, 3, SIDE), BOX)
-    compare_loss_and_gradients(compare, f"{name}, our draws", pair, ours, theirs, own, other)
-
-
-def compare_loss_and_gradients(
-    compare: Compare, what: str, pair: Pair, ours: Tensor, theirs: Tensor, own: Tensor, other: Tensor
-) -> None:
-    """Compare two losses and all gradients."""
-    compare(f"{what}, loss", ours, theirs)
+    compare(f"{name}, our draws, loss", ours, theirs)
     ours.backward()
     theirs.backward()
-    compare_gradients(compare, what, pair, own, other)
+    compare_gradients(compare, f"{name}, our draws", pair, own, other)
+    counts = {len(rows) for _, rows in draws}
+    assert {0, BATCH} < counts  # there is a branch that no image keeps, one that all keep, and others
