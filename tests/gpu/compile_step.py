@@ -2,9 +2,9 @@
 
 Arguments: runs as JSON, their settings and the `steps` to take. The real steps run on the CPU, whose tensors
 are taken for a GPU's: each launch is replaced by compilations, so that only what is launched counts, not the
-results. Each kind of block of a network occurs once, because all of a kind launch the same programs. Prints
-a line of JSON for each run: of each program the compute capability, the name, the registers and the bytes that
-a thread spills, and the step that launched it first.
+results. Each kind of block of a network occurs once: all of a kind launch the same programs. Prints a line of
+JSON for each run: of each program the compute capability, the name, the registers and the bytes that a thread
+spills, and the step that launched it first.
 """
 
 from __future__ import annotations

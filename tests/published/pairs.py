@@ -16,7 +16,7 @@ from horovod_volo.models.build import build_model
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import Box
 from tests.published.checkouts import PublishedCode
-from tests.published.conftest import Compare
+from tests.published.conftest import compare
 from tests.published.examples import CLASSES, labels_of, published_target
 from tests.unit.network_samples import perturbed, random_images
 
@@ -76,7 +76,7 @@ def pair_of(published: PublishedCode, name: str, *, img_size: int = 224, drop_pa
 
 
 def compare_training(
-    published: PublishedCode, compare: Compare, pair: Pair, batch: int, box: Box, *, img_size: int = 224
+    published: PublishedCode, pair: Pair, batch: int, box: Box, *, img_size: int = 224
 ) -> None:
     """Compare the loss of a batch, its gradients, and the updated statistics of batch norm."""
     labels, target = labels_of(batch, seed=3), published_target(published, batch, 3, box.grid)
@@ -88,13 +88,13 @@ def compare_training(
     what = f"{pair.name}, {batch} of {img_size} px"
     compare(f"{what}, loss", ours, theirs)
     assert all(gradient.any() for gradient in gradients(pair.theirs, other).values())
-    compare_gradients(compare, what, pair, own, other)
+    compare_gradients(what, pair, own, other)
     compare_statistics(what, pair.ours, pair.theirs)
 
 
-def compare_gradients(compare: Compare, what: str, pair: Pair, own: Tensor, other: Tensor) -> None:
+def compare_gradients(what: str, pair: Pair, own: Tensor, other: Tensor) -> None:
     """Compare the gradients of all parameters and of the images, of which each network has a copy."""
-    compare_tensors(compare, f"{what}, gradients", gradients(pair.ours, own), gradients(pair.theirs, other))
+    compare_tensors(f"{what}, gradients", gradients(pair.ours, own), gradients(pair.theirs, other))
 
 
 def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
@@ -107,7 +107,6 @@ def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
 
 
 def compare_tensors(
-    compare: Compare,
     what: str,
     ours: Mapping[str, Tensor],
     theirs: Mapping[str, Tensor],

@@ -15,7 +15,7 @@ from horovod_volo.models.blocks import Block
 from horovod_volo.models.build import build_model
 from horovod_volo.models.lvvit import LvVit
 from tests.published.checkouts import PublishedCode, named_folder
-from tests.published.conftest import Compare
+from tests.published.conftest import compare
 from tests.published.drop_path import record_draws_of_ours, use_draws_in_published
 from tests.published.examples import CLASSES, box_on, labels_of, published_target
 from tests.published.pairs import compare_gradients, pair_of
@@ -59,7 +59,7 @@ def published_rates(model: torch.nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t", "lvvit_s"])
-def test_the_published_with_our_draws(name: str, published: PublishedCode, compare: Compare) -> None:
+def test_the_published_with_our_draws(name: str, published: PublishedCode) -> None:
     pair = pair_of(published, name, img_size=PIXELS, drop_path=0.75)
     own, other = (random_images(BATCH, PIXELS).requires_grad_() for _ in range(2))
     torch.manual_seed(1)
@@ -70,6 +70,6 @@ def test_the_published_with_our_draws(name: str, published: PublishedCode, compa
     compare(f"{name}, our draws, loss", ours, theirs)
     ours.backward()
     theirs.backward()
-    compare_gradients(compare, f"{name}, our draws", pair, own, other)
+    compare_gradients(f"{name}, our draws", pair, own, other)
     counts = {len(rows) for _, rows in draws}
     assert {0, BATCH} < counts  # there is a branch that no image keeps, one that all keep, and others

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.published.checkouts import PublishedCode, named_folder
-from tests.published.conftest import Compare
+from tests.published.conftest import compare
 from tests.published.examples import BOX, box_on
 from tests.published.pairs import NAMES, compare_statistics, compare_training, pair_of
 from tests.unit.network_samples import random_images
@@ -25,7 +25,7 @@ LARGE = ("volo_d4", "volo_d5", "lvvit_l")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_network(name: str, published: PublishedCode, compare: Compare) -> None:
+def test_a_network(name: str, published: PublishedCode) -> None:
     """Names and shapes, logits of evaluation, and from images to gradients."""
     pair = pair_of(published, name)
     ours, theirs = (
@@ -40,21 +40,21 @@ def test_a_network(name: str, published: PublishedCode, compare: Compare) -> Non
     with torch.inference_mode():
         images = random_images(batch, 224)
         compare(f"{name}, evaluation", pair.ours.eval()(images), pair.theirs.eval()(images))
-    compare_training(published, compare, pair, batch, BOX)
+    compare_training(published, pair, batch, BOX)
 
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_s"])
-def test_384_pixels(published: PublishedCode, compare: Compare, name: str) -> None:
+def test_384_pixels(published: PublishedCode, name: str) -> None:
     pair, images, box = pair_of(published, name, img_size=384), random_images(2, 384), box_on(24)
     with torch.inference_mode():
         evaluated = pair.ours.eval()(images)
         compare(f"{name}, evaluation at 384 px", evaluated, pair.theirs.eval()(images))
-    compare_training(published, compare, pair, 2, box, img_size=384)
+    compare_training(published, pair, 2, box, img_size=384)
 
 
 @pytest.mark.parametrize("batch", [3, 5])  # the middle image is its own MixToken partner
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
-def test_odd_batches(published: PublishedCode, compare: Compare, name: str, batch: int) -> None:
+def test_odd_batches(published: PublishedCode, name: str, batch: int) -> None:
     pair, images, box = pair_of(published, name), random_images(batch, 224), box_on(14)
     with torch.inference_mode(), published.fixed_box(name, box):
         class_logits, token_logits = pair.ours.train().training_logits(images, box.swap_tokens)
@@ -63,7 +63,7 @@ def test_odd_batches(published: PublishedCode, compare: Compare, name: str, batc
     compare(f"{name}, class logits of {batch}", class_logits, of_class)
     compare(f"{name}, token logits of {batch}", token_logits, of_tokens)
     compare_statistics(name, pair.ours, pair.theirs)
-    compare_training(published, compare, pair, batch, box)
+    compare_training(published, pair, batch, box)
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -11,7 +11,7 @@ import torch
 from horovod_volo.core.batch import Labels
 from horovod_volo.objective.loss import LabelMapTargets, Targets
 from tests.published.checkouts import PublishedCode, _roi_align, named_folder
-from tests.published.conftest import Compare
+from tests.published.conftest import compare
 from tests.published.examples import CLASSES, dense, labels_of, published_target_of
 
 named_folder()  # skips this module without checkouts
@@ -34,7 +34,6 @@ AT_THE_EDGES = torch.tensor(
 
 def assert_equal(
     published: PublishedCode,
-    compare: Compare,
     what: str,
     labels: Labels,
     side: int,
@@ -57,26 +56,24 @@ def assert_equal(
 @pytest.mark.parametrize(
     ("cells", "edges"), [*((each, False) for each in CELLS), *((each, True) for each in CELLS[:3])]
 )
-def test_targets(
-    published: PublishedCode, compare: Compare, cells: tuple[int, int], edges: bool, side: int
-) -> None:
+def test_targets(published: PublishedCode, cells: tuple[int, int], edges: bool, side: int) -> None:
     labels = labels_of(len(AT_THE_EDGES), SEED, cells)
     if edges:
         labels = replace(labels, maps=replace(labels.maps, boxes=AT_THE_EDGES))
     what = f"targets {'at the edges ' if edges else ''}of {cells[0]} x {cells[1]} cells, {side} x {side}"
-    assert_equal(published, compare, what, labels, side, "reference")
+    assert_equal(published, what, labels, side, "reference")
 
 
 @pytest.mark.parametrize("cells", [9, 14, 18])
 @SIDES
-def test_the_corrected_geometry(published: PublishedCode, compare: Compare, cells: int, side: int) -> None:
+def test_the_corrected_geometry(published: PublishedCode, cells: int, side: int) -> None:
     """The published code computes it if its boxes have the order of coordinates that it assumes."""
     labels = labels_of(BATCH, SEED, (cells, cells))
     assert labels.maps is not None
     boxes = labels.maps.boxes[:, [1, 0, 3, 2]]
     swapped = replace(labels, maps=replace(labels.maps, boxes=boxes))  # left, top, width, height
     what = f"corrected targets of {cells} x {cells} cells, {side} x {side}"
-    ours = assert_equal(published, compare, what, labels, side, "corrected", theirs=swapped)
+    ours = assert_equal(published, what, labels, side, "corrected", theirs=swapped)
     reference = LabelMapTargets(CLASSES, side, 0.1, "reference")(labels)
     assert (dense(ours.tokens) - dense(reference.tokens)).abs().max() > 0.1
 

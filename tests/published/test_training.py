@@ -17,7 +17,7 @@ from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.objective.mixing import Box
 from tests.published.checkouts import PublishedCode, named_folder
-from tests.published.conftest import Compare
+from tests.published.conftest import compare
 from tests.published.drop_path import Draw, record_draws_of_ours, use_draws_in_published
 from tests.published.examples import CLASSES, labels_of, published_target_of
 from tests.published.pairs import Pair, compare_statistics
@@ -51,7 +51,7 @@ class TrainedModel:
 
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
-def test_ten_steps(published: PublishedCode, compare: Compare, name: str) -> None:
+def test_ten_steps(published: PublishedCode, name: str) -> None:
     """Our training may differ from the published one as much as rounding changes the published one.
 
     AdamW divides each gradient by its magnitude, so a gradient that is only rounding gives a full step.

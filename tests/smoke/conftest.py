@@ -23,6 +23,7 @@ from horovod_volo.models.build import build_model
 from horovod_volo.models.weights_header import header_of
 from horovod_volo.train import main
 from tests.documents import ROOT
+from tests.ranks.forking import path_of_forks
 from tests.ranks.launching import run, train
 
 TRAIN_IMAGES, HELD_OUT_IMAGES = 40, 20
@@ -59,6 +60,15 @@ def run_here(*arguments: str, streams: pytest.CaptureFixture[str]) -> EntryResul
     seconds = time.process_time() - before
     printed = streams.readouterr()
     return EntryResult(status, printed.out + printed.err, seconds)
+
+
+def shell(command: str, folder: Path, *, status: int = 0, seconds: int = 200, **extra: str) -> str:
+    """Run a command of a document in a folder, its programs in forks; return what it prints."""
+    prepare = f"cd {shlex.quote(str(folder))} && source {shlex.quote(str(ROOT / 'tools/activate'))}"
+    prepare += f" && PATH={shlex.quote(path_of_forks())}"
+    done = run(["bash", "-c", f"{prepare} && {command}"], seconds=seconds, **extra)
+    assert done.returncode == status, f"{command}\n{done.stdout}"
+    return done.stdout
 
 
 # Runs the commands of the lines of stdin, one after the other, without the packages in its arguments. An

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import tomllib
@@ -18,9 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.documents import ROOT, blocks, commands_in, text_of
-from tests.ranks.forking import path_of_forks
-from tests.ranks.launching import run
-from tests.smoke.conftest import save_run
+from tests.smoke.conftest import save_run, shell
 
 SHORT = "--model volo_demo --epochs 1 --warmup-epochs 0 --cooldown-epochs 0 --drop-path 0 --log-every 1"
 # The last tests run these, but for the doctor, which test_cluster_guide.py runs.
@@ -60,15 +57,6 @@ WRITTEN = {
     "docs/evaluation.md": ["predictions.html", "accuracy.json"],
     "docs/export.md": ["export/model.onnx", "averaged/model.safetensors", "export384/config.json"],
 }
-
-
-def shell(command: str, folder: Path, *, seconds: int = 200, **extra: str) -> str:
-    """Run a command of a document in a folder, its programs in forks; return what it prints."""
-    prepare = f"cd {shlex.quote(str(folder))} && source {shlex.quote(str(ROOT / 'tools/activate'))}"
-    prepare += f" && PATH={shlex.quote(path_of_forks())}"
-    done = run(["bash", "-c", f"{prepare} && {command}"], seconds=seconds, **extra)
-    assert done.returncode == 0, f"{command}\n{done.stdout}"
-    return done.stdout
 
 
 def prepare(folder: Path, demo_set: Path, document: str) -> None:
