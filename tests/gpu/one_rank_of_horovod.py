@@ -1,4 +1,4 @@
-"""Calls Horovod's collectives on tensors of a device; horovodrun starts it as one rank. A mistake is an error.
+"""Calls Horovod's collectives on tensors of a device, and fails if a result is wrong; one rank of horovodrun.
 
 A run of one rank does not use Horovod, so the collectives are created explicitly.
 """

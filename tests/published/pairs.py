@@ -88,13 +88,8 @@ def compare_training(
     what = f"{pair.name}, {batch} of {img_size} px"
     compare(f"{what}, loss", ours, theirs)
     assert all(gradient.any() for gradient in gradients(pair.theirs, other).values())
-    compare_gradients(what, pair, own, other)
-    compare_statistics(what, pair.ours, pair.theirs)
-
-
-def compare_gradients(what: str, pair: Pair, own: Tensor, other: Tensor) -> None:
-    """Compare the gradients of all parameters and of the images, of which each network has a copy."""
     compare_tensors(f"{what}, gradients", gradients(pair.ours, own), gradients(pair.theirs, other))
+    compare_statistics(what, pair.ours, pair.theirs)
 
 
 def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from horovod_volo.models.blocks import Block
+from horovod_volo.models.build import build_model
+from horovod_volo.models.lvvit import LvVit
 from tests.published.checkouts import PublishedCode, named_folder
 from tests.published.conftest import compare
-from tests.published.examples import BOX, box_on
+from tests.published.examples import BOX, CLASSES, box_on
 from tests.published.pairs import NAMES, compare_statistics, compare_training, pair_of
 from tests.unit.network_samples import random_images
 
@@ -22,6 +26,11 @@ from test_models_published_figures import BOX as FIGURES_BOX  # noqa: E402
 from test_models_published_figures import FIGURES, summary  # noqa: E402
 
 LARGE = ("volo_d4", "volo_d5", "lvvit_l")
+# The published rate of drop path of each network, and its blocks with drop path.
+RATES = {"volo_d1": 0.1, "volo_d2": 0.2, "volo_d3": 0.5, "volo_d4": 0.5, "volo_d5": 0.75}
+RATES |= {"lvvit_t": 0.1, "lvvit_s": 0.1, "lvvit_m": 0.2, "lvvit_l": 0.3}
+BLOCKS = {"volo_d1": 14, "volo_d2": 18, "volo_d3": 28, "volo_d4": 28, "volo_d5": 36}
+BLOCKS |= {"lvvit_t": 11, "lvvit_s": 15, "lvvit_m": 19, "lvvit_l": 23}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,6 +73,33 @@ def test_odd_batches(published: PublishedCode, name: str, batch: int) -> None:
     compare(f"{name}, token logits of {batch}", token_logits, of_tokens)
     compare_statistics(name, pair.ours, pair.theirs)
     compare_training(published, pair, batch, box)
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_rates_of_drop_path(name: str, published: PublishedCode) -> None:
+    rate = RATES[name]
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):  # without memory for the weights
+        patch.setattr(torch, "linspace", partial(torch.linspace, device="cpu"))
+        ours = build_model(name, img_size=224, num_classes=CLASSES, drop_path=rate)
+        theirs = published.network(name, drop_path=rate)
+    # Outlookers and class attention have no drop path, and LV-ViT's first block has a rate of 0.
+    assert our_rates(ours) == pytest.approx(published_rates(theirs), rel=1e-6)
+    assert len(our_rates(ours)) == BLOCKS[name]
+
+
+def our_rates(model: torch.nn.Module) -> list[float]:
+    """Return the rates of all blocks with drop path, in order."""
+    if isinstance(model, LvVit):
+        return [rate for rate in model.rates if rate]
+    pairs = [block.rates for block in model.modules() if isinstance(block, Block)]
+    assert all(first == second for first, second in pairs)  # of attention and MLP
+    return [first for first, _ in pairs if first]
+
+
+def published_rates(model: torch.nn.Module) -> list[float]:
+    """Return the rates of a published network, whose blocks have one drop path module for both branches."""
+    blocks = [getattr(block, "drop_path", None) for block in model.modules()]
+    return [block.drop_prob for block in blocks if getattr(block, "drop_prob", 0.0)]
 
 
 @pytest.mark.parametrize("name", FIGURES)
