@@ -14,10 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from horovod_volo.config.data_settings import Data
-from horovod_volo.data.image_decoder import DecoderName
-from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.loader import EvalLoader
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.models.build import build_model
 from horovod_volo.models.weights_header import header_of
@@ -117,20 +113,6 @@ def save_run(
     (folder / "resolved.toml").write_text(f'[model]\nmodel = "{name}"\nimg_size = {side}\n')
     torch.save(state, folder.with_name("weights.pth"))
     return folder
-
-
-def eval_loader(folder: Path, decoder: DecoderName = "auto") -> EvalLoader:
-    """Return a loader of the held-out images at 64 pixels."""
-    return EvalLoader(
-        build_catalog(str(folder), "val", None),
-        Data(batch_size=16, image_decoder=decoder),
-        image_size=64,
-        crop_pct=0.9,
-        rank=0,
-        size=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import re
 import shlex
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ import torch
 from PIL import Image
 
 from horovod_volo import predict
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.loader import EvalLoader
 from horovod_volo.evaluation import predictions
 from horovod_volo.evaluation.predictions import PredictRequest
 from horovod_volo.models.pretrained import load_pretrained
 from tests.ranks.launching import python, run
-from tests.smoke.conftest import HELD_OUT_IMAGES, eval_loader, save_run
+from tests.smoke.conftest import HELD_OUT_IMAGES, save_run
 
 NAMES = ["n01440764", *(f"<class> {number}" for number in range(1, 10))]
 
@@ -41,8 +44,9 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 
 
 def test_the_probabilities_are_those_of_an_evaluation(weights: str, demo_set: Path) -> None:
     trained = load_pretrained(weights)
-    loader = eval_loader(demo_set)
     catalog = build_catalog(str(demo_set), "val", None)
+    sizes: dict[str, Any] = {"image_size": 64, "crop_pct": 0.9, "rank": 0, "size": 1}
+    loader = EvalLoader(catalog, Data(batch_size=16), device=torch.device("cpu"), threads=2, **sizes)
     expected = {}
     with closing(loader), torch.inference_mode():
         for batch in loader:

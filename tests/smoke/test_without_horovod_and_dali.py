@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 
 from horovod_volo import evaluate
-from horovod_volo.data.image_decoder import DecoderName
-from horovod_volo.models.pretrained import load_pretrained
-from tests.smoke.conftest import HELD_OUT_IMAGES, eval_loader, run_in_one_process, save_run
+from tests.smoke.conftest import HELD_OUT_IMAGES, run_in_one_process, save_run
 
 READ_BY_PILLOW = "images read by Pillow (DALI is not installed)"
 BLOCKED = ("horovod", "nvidia.dali", "mpi4py", "onnxruntime", "matplotlib")
@@ -67,25 +63,14 @@ def test_several_ranks_name_the_build_of_horovod(weights: str, demo_set: Path, t
 def test_an_evaluation_by_pillow_is_that_by_dali(
     weights: str, demo_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Measured: logits, whose standard deviation is 5.3, differ by 0.022 at most; no prediction changes."""
     found = {}
     for decoder in ("dali", "pillow"):
         file = tmp_path / f"{decoder}.json"
         arguments = [str(demo_set), "--weights", weights, "--image-decoder", decoder, "--json", str(file)]
         assert evaluate.main(arguments) == 0
         found[decoder] = json.loads(file.read_text())
+        assert found[decoder]["image_decoder"] == decoder
         message = "images read by Pillow (--image-decoder pillow)"
         assert (message in capsys.readouterr().out) == (decoder == "pillow")
-    dali, pillow = found["dali"], found["pillow"]
-    assert (dali.pop("image_decoder"), pillow.pop("image_decoder")) == ("dali", "pillow")
-    assert pillow["top1_right"] == dali["top1_right"]
-    assert pillow["loss"] == pytest.approx(dali["loss"], rel=1e-2)
-    logits = [logits_of(weights, demo_set, decoder) for decoder in ("dali", "pillow")]
-    assert len(logits[0]) == HELD_OUT_IMAGES
-    assert float((logits[0] - logits[1]).abs().max()) < 0.01 * float(logits[0].std())
-
-
-def logits_of(weights: str, folder: Path, decoder: DecoderName) -> torch.Tensor:
-    network = load_pretrained(weights).network
-    with closing(eval_loader(folder, decoder)) as loader, torch.inference_mode():
-        return torch.cat([network(batch.images) for batch in loader])
+    assert found["pillow"]["top1_right"] == found["dali"]["top1_right"]
+    assert found["pillow"]["loss"] == pytest.approx(found["dali"]["loss"], rel=1e-2)
