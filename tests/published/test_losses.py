@@ -11,9 +11,8 @@ from torch import Tensor
 
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.core.batch import Labels
-from horovod_volo.objective.loss import LabelMapTargets, build_loss
+from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import NO_BOX, Box
-from horovod_volo.objective.soft_target import cross_entropy
 from tests.published.checkouts import PublishedCode, named_folder
 from tests.published.conftest import compare
 from tests.published.examples import CLASSES, SIDE, box_on, labels_of, published_target
@@ -110,13 +109,3 @@ def test_the_loss_without_token_labels(published: PublishedCode) -> None:
     theirs = published.volo_losses.SoftTargetCrossEntropy()(class_logits, target)
     parts = build_loss(Objective(), CLASSES, SIDE)(class_logits, token_logits, Labels(classes), NO_BOX)
     compare("loss without token labels", parts.total, theirs)
-
-
-@pytest.mark.parametrize("module", ["volo_losses", "lvvit_losses"])
-def test_one_label_for_the_whole_image(published: PublishedCode, module: str) -> None:
-    """No setting of ours selects it, but it tests the target of the image and the cross-entropy."""
-    class_logits, _ = random_logits()
-    target = published_target(published, BATCH, SEED, side=1)  # (batch, classes, 2)
-    theirs = getattr(published, module).TokenLabelSoftTargetCrossEntropy()(class_logits, target)
-    image = LabelMapTargets(CLASSES, 1, 0.1, "reference")(labels_of(BATCH, SEED)).classes
-    compare(f"{module}, label size 1", cross_entropy(class_logits, image).mean(), theirs)
