@@ -57,7 +57,7 @@ def test_an_overflow_changes_only_the_loss_scale(open_context: OpenContext) -> N
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_losses_in_half_precision_are_close_to_fp32(open_context: OpenContext, precision: str) -> None:
-    settings = {"accumulation": 2, "clip_grad": 1.0}
+    settings = {"img_size": 32, "accumulation": 2, "clip_grad": 1.0}
     exact = losses(open_context(precision="fp32", **settings), steps=4)
     context = open_context(precision=precision, **settings)
     context.state.scaler.load_state_dict(context.state.scaler.state_dict() | {"scale": 256.0})

@@ -24,13 +24,6 @@ def test_a_command_is_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert importlib.util.find_spec(f"horovod_volo.{name}") is not None
 
 
-def test_arguments_and_exit_status_are_passed_on() -> None:
-    line = [sys.executable, "-m", "horovod_volo", "evaluate", "/nowhere", "--weights", "w", "--scales", "x"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "--scales" in done.stderr
-
-
 def test_the_list_of_commands_and_the_versions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ ELSEWHERE = {"./tools/setup", "source tools/activate", "./tools/demo", "./tools/
 ELSEWHERE |= {"tensorboard --logdir runs", "horovodrun -np 2 python -m horovod_volo.doctor"}
 
 
+SCRIPTS = ("pack", "labels", "export")
 # What makes the commands small. Flags of a command come later and win.
 SMALLER = {
     "--train 400 --val 100": "--train 40 --val 20",
@@ -43,7 +44,8 @@ SMALLER = {
     "runs/volo_d1": "/path/to/run",
     "--img-size 288": "--img-size 48",
     "--img-size 384": "--img-size 96",
-    "tools/labels": "horovod-volo labels",
+    # Which is what these scripts run, in a fork.
+    **{f"tools/{name} ": f"horovod-volo {name} " for name in SCRIPTS},
 }
 # What the commands of each document write.
 WRITTEN = {
@@ -80,7 +82,7 @@ def adapted(text: str, folder: Path) -> str:
     """Replace the paths of a command or a program, and what would take long."""
     for large, small in SMALLER.items():
         text = text.replace(large, small)
-    return text.replace("/path/to/", f"{folder}/").replace("tools/", f"{ROOT}/tools/")
+    return text.replace("/path/to/", f"{folder}/")
 
 
 @pytest.mark.parametrize("document", WRITTEN)
@@ -110,7 +112,7 @@ def test_the_commands_of_a_document_run(document: str, demo_set: Path, tmp_path:
                 assert "prepare" in names or names["logits"].shape == (5, 10)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["pack", "labels", "export"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_tools_starts_its_command(name: str) -> None:
     done = subprocess.run([ROOT / "tools" / name, "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"usage: tools/{name} ")
@@ -121,7 +123,7 @@ def test_a_script_of_tools_starts_its_command(name: str) -> None:
 
 def test_tools_demo_trains_and_tensorboard_shows_the_run(request: pytest.FixtureRequest) -> None:
     """Trains two of the demo's epochs, with --long all of them, in a run folder of its own."""
-    flags, least = ("", 90.0) if request.config.getoption("--long") else (" --epochs 2", 20.0)
+    flags, least = ("", 90.0) if request.config.getoption("--long") else (" --epochs 2", 35.0)
     printed = shell(f"./tools/demo{flags}", ROOT, seconds=1500, DEMO_NAME="readme_test")
     accuracy = re.search(r"Held-out top-1 .*: ([\d.]+) %", printed)
     assert accuracy, printed

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import tomllib
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import RECIPES, recipe_names
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import config_warnings
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.dry_run import Workload, describe, dry_run, measure_workload
 from horovod_volo.optim.schedule import SCHEDULES, lr_at
 from tests.ranks.launching import train
+from tests.smoke.conftest import save_run
 
 RANKS = (1, 8, 40, 256)
 GIB = 2**30
@@ -69,7 +70,6 @@ DENSE = [name for name in PUBLISHED if "upernet" in name or name.startswith("ssd
 FROM_WEIGHTS = ["finetune_folder", "linear_probe", "transfer_small"]
 FOR_ONE_GPU = [*FROM_WEIGHTS, "volo_d1_12gb"]
 DEMOS = ["demo", "segmentation_demo", "detection_demo"]
-WEIGHTS = "timm:volo_d1_224.sail_in1k"
 
 
 def data_of(name: str) -> tuple[int, int]:
@@ -261,7 +261,7 @@ def gib_of_a_gpu(*flags: str) -> float:
 
 
 @pytest.mark.parametrize("name", FOR_ONE_GPU)
-def test_the_command_of_a_header_is_for_one_process(name: str) -> None:
+def test_a_recipe_is_for_one_process_and_begins_with_the_weights_of_the_authors(name: str) -> None:
     header, recipe = header_of(name), toml_of(name)
     command = shlex.split(header["Command"])
     assert command[:3] == ["python", "-m", "horovod_volo.train"]
@@ -271,17 +271,13 @@ def test_the_command_of_a_header_is_for_one_process(name: str) -> None:
     assert config_warnings(config) == []
     assert header["Batch"].startswith(f"1 rank x {config.data.batch_size}")
     assert "horovodrun" not in (RECIPES / f"{name}.toml").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", FROM_WEIGHTS)
-def test_a_recipe_begins_with_the_weights_of_the_authors(name: str) -> None:
-    recipe, header = toml_of(name), header_of(name)
-    assert recipe["model"]["finetune"] == WEIGHTS
-    assert "no GPU has run" in header["Published"]
-    assert header["Cost"] == "not measured on any GPU"
-    text = dry_run(parse(["--recipe", name, "--num-classes", "102"]).config, 1)
-    assert "warning  " in text  # on the number of images, which is assumed
-    assert "has no effect" not in text
+    if name in FROM_WEIGHTS:
+        assert recipe["model"]["finetune"] == "timm:volo_d1_224.sail_in1k"
+        assert "no GPU has run" in header["Published"]
+        assert header["Cost"] == "not measured on any GPU"
+        text = dry_run(parse(["--recipe", name, "--num-classes", "102"]).config, 1)
+        assert "warning  " in text  # on the number of images, which is assumed
+        assert "has no effect" not in text
 
 
 @pytest.mark.parametrize(
@@ -315,34 +311,18 @@ def test_on_twelve_gigabytes_the_published_batch_is_accumulated() -> None:
     }
 
 
-@pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with images of ten classes, and images of two of them for a folder of one's own."""
-    folder = tmp_path_factory.mktemp("sets")
-    make_demo_set(folder / "ten", train=80, val=20)
-    for split in ("train", "val"):
-        for name in ("ring", "star"):
-            shutil.copytree(folder / "ten" / split / name, folder / "own" / split / name)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def weights(sets: Path) -> Path:
-    small = ("--recipe", "demo", "--img-size", "32", "--epochs", "1", "--warmup-epochs", "0")
-    where = ("--output", str(sets), "--name", "weights")
-    done = train(str(sets / "ten"), *small, *where, ranks=1, start_with="none")
-    assert done.returncode == 0, done.stdout
-    return sets / "weights"
-
-
 @pytest.mark.parametrize("name", FROM_WEIGHTS)
 def test_a_recipe_trains_a_small_network_from_the_weights_of_a_run(
-    name: str, sets: Path, weights: Path, tmp_path: Path
+    name: str, demo_set: Path, tmp_path: Path
 ) -> None:
-    small = ("--model", "volo_demo", "--img-size", "32", "--batch-size", "8", "--epochs", "2")
+    """On a folder of two classes; the run has ten."""
+    weights = save_run(tmp_path / "weights", side=32)
+    for split, kind in product(("train", "val"), ("ring", "star")):
+        shutil.copytree(demo_set / split / kind, tmp_path / "own" / split / kind)
+    small = ("--model", "volo_demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2")
     more = ("--warmup-epochs", "0", "--precision", "fp32", "--finetune", str(weights))
     where = ("--output", str(tmp_path), "--name", "run")
-    done = train(str(sets / "own"), "--recipe", name, *small, *more, *where, ranks=1, start_with="none")
+    done = train(str(tmp_path / "own"), "--recipe", name, *small, *more, *where, ranks=1, start_with="none")
     assert done.returncode == 0, done.stdout
     assert "2 classes" in done.stdout
     assert ("194 of 530,708 parameters; frozen: backbone" in done.stdout) == (name == "linear_probe")
