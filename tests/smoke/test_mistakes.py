@@ -119,6 +119,7 @@ def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ("arguments", "message"),
     [
         ("first", "already holds a run. Add --resume auto to continue it, or give this run another --name."),
+        # Before the large model is built.
         ("first --resume auto --model volo_d5", "has model volo_demo, this run has volo_d5"),
         ("first --resume auto --img-size 64", "has img_size 32, this run has 64"),
         ("first --resume auto -b 5", "batch size x accumulation must be 8: --global-batch 8 sets both"),
