@@ -59,9 +59,9 @@ def test_384_pixels(published: PublishedCode, name: str) -> None:
     compare_training(published, pair, 2, box, img_size=384)
 
 
-@pytest.mark.parametrize("batch", [3, 5])  # the middle image is its own MixToken partner
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
-def test_odd_batches(published: PublishedCode, name: str, batch: int) -> None:
+def test_an_odd_batch(published: PublishedCode, name: str) -> None:
+    batch = 3  # the middle image is its own MixToken partner
     pair, images, box = pair_of(published, name), random_images(batch, 224), box_on(14)
     with torch.inference_mode(), published.fixed_box(name, box):
         class_logits, token_logits = pair.ours.train().training_logits(images, box.swap_tokens)
