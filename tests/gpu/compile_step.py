@@ -2,8 +2,9 @@
 
 Arguments: runs as JSON, their settings and the `steps` to take. The real steps run on the CPU, whose tensors
 are taken for a GPU's: each launch is replaced by compilations, so that only what is launched counts, not the
-results. Prints a line of JSON for each run: of each program the compute capability, the name, the registers
-and the bytes that a thread spills, and the step that launched it first.
+results. Each kind of block of a network occurs once: all of a kind launch the same programs. Prints a line of
+JSON for each run: of each program the compute capability, the name, the registers and the bytes that a thread
+spills, and the step that launched it first.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
 from horovod_volo.engine.step import train_step
+from horovod_volo.models.lvvit import LVVIT_SIZES
+from horovod_volo.models.volo import SIZES
 
 CPU = torch.device("cpu")
 CAPABILITIES = (80, 90, 100)
@@ -120,6 +123,10 @@ if __name__ == "__main__":
     driver.set_active(gpus := AbsentGpus())
     operators._DEVICES = ("cpu",)
     synthetic.choose_kernels = lambda *_: operators.use_kernels(dict.fromkeys(operators.OPERATORS, 1.0))
+    for sizes in SIZES.values():
+        sizes["layers"] = (1, 1, 1, 1)
+    for sizes in LVVIT_SIZES.values():
+        sizes["layers"] = 1
     for argument in sys.argv[1:]:
         run = json.loads(argument)
         print(json.dumps(compile_steps(gpus, run, run.pop("steps", 1))), flush=True)

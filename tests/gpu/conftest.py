@@ -16,6 +16,7 @@ from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.setup import setup
+from horovod_volo.engine.step import train_step
 
 OpenContext = Callable[..., TrainContext]
 
@@ -67,6 +68,17 @@ def open_context(
     yield opening
     for context in contexts:
         context.close()
+
+
+def losses(context: TrainContext, steps: int) -> list[float]:
+    """Train and return each step's loss."""
+    batches = context.learner.train_loader.batches(0, 0)
+    found = []
+    for _ in range(steps):
+        context.progress.meter.reset()
+        train_step(context, batches)
+        found.append(context.progress.meter.sums()["total"])
+    return found
 
 
 def _config(images: Path, output: Path, settings: dict[str, Any]) -> Config:

@@ -2,7 +2,8 @@
 
 Arguments: the library made of cuda_without_gpu.cpp, then settings of runs as JSON. Every operation that would
 make the host wait for the GPU is an error, also the one that "planted" adds. With `compiled`, the blocks
-are traced as for torch.compile, and a graph break is an error. Prints the outcome of each run as JSON.
+are traced as for torch.compile, and a graph break is an error. Networks have few blocks of each kind. Prints
+the outcome of each run as JSON.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from horovod_volo.core.batch import TrainBatch  # noqa: E402
 from horovod_volo.core.operators import OPERATORS, use_kernels  # noqa: E402
 from horovod_volo.engine.step import train_step  # noqa: E402
 from horovod_volo.models.compiled import compile_blocks  # noqa: E402
+from horovod_volo.models.lvvit import LVVIT_SIZES  # noqa: E402
+from horovod_volo.models.volo import SIZES  # noqa: E402
 from tests.gpu.synchronisation import RefuseSynchronisation  # noqa: E402
 
 GPU = torch.device("cuda:0")
@@ -117,6 +120,10 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool, ranks:
 
 
 if __name__ == "__main__":
+    for sizes in SIZES.values():
+        sizes["layers"] = (1, 1, 2, 1)
+    for sizes in LVVIT_SIZES.values():
+        sizes["layers"] = 3
     for argument in sys.argv[2:]:
         run = json.loads(argument)
         torch._dynamo.reset()

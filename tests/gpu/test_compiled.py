@@ -10,20 +10,10 @@ import torch
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.step import train_step
+from tests.gpu.conftest import losses
 
 OpenContext = Callable[..., TrainContext]
 STEPS = 3
-
-
-def losses(context: TrainContext) -> list[float]:
-    batches = context.learner.train_loader.batches(0, 0)
-    found = []
-    for _ in range(STEPS):
-        context.progress.meter.reset()
-        train_step(context, batches)
-        found.append(context.progress.meter.sums()["total"])
-    return found
 
 
 def storages(context: TrainContext) -> set[int]:
@@ -34,13 +24,13 @@ def storages(context: TrainContext) -> set[int]:
 
 def test_losses_with_compiled_blocks_are_the_same(open_context: OpenContext, device: torch.device) -> None:
     settings = {"img_size": 32, "drop_path": 0.0}
-    expected = losses(open_context(**settings))
+    expected = losses(open_context(**settings), STEPS)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     context = open_context(compile=True, **settings)
     used: set[int] = set()
     context.state.optimizer.register_step_pre_hook(lambda *_: used.update(storages(context)))
-    found = losses(context)
+    found = losses(context, STEPS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
     assert used == {bucket.gradients.untyped_storage().data_ptr() for bucket in context.state.reducer.buckets}

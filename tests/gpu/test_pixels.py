@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,44 +33,23 @@ LARGEST_MEAN_DIFFERENCE = {
 SETTINGS = Data(batch_size=6, vflip=0.5, train_interpolation="bicubic", aa="", color_jitter=0.0, reprob=0.0)
 CPU = torch.device("cpu")
 
+SIZES: dict[str, Any] = {"image_size": 64, "rank": 0, "size": 1, "threads": 2}
+
 BatchesOf = Callable[[Path, torch.device], list[TrainBatch] | list[EvalBatch]]
 
 
 def train_batches(folder: Path, device: torch.device, settings: Data = SETTINGS) -> list[TrainBatch]:
     catalog = build_catalog(str(folder), "train", None)
-    loader = TrainLoader(
-        catalog,
-        open_labels(str(folder / "token_labels"), catalog, None),
-        settings,
-        image_size=64,
-        seed=3,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=device,
-        threads=2,
-    )
-    try:
+    labels = open_labels(str(folder / "token_labels"), catalog, None)
+    loader = TrainLoader(catalog, labels, settings, seed=3, accumulation=1, device=device, **SIZES)
+    with closing(loader):
         return list(loader.batches(0, 0))
-    finally:
-        loader.close()
 
 
 def eval_batches(folder: Path, device: torch.device) -> list[EvalBatch]:
-    loader = EvalLoader(
-        build_catalog(str(folder), "val", None),
-        SETTINGS,
-        image_size=64,
-        crop_pct=0.9,
-        rank=0,
-        size=1,
-        device=device,
-        threads=2,
-    )
-    try:
+    catalog = build_catalog(str(folder), "val", None)
+    with closing(EvalLoader(catalog, SETTINGS, crop_pct=0.9, device=device, **SIZES)) as loader:
         return list(loader)
-    finally:
-        loader.close()
 
 
 def classes_of(batch: TrainBatch | EvalBatch) -> Tensor:

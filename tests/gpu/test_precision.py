@@ -11,6 +11,7 @@ from torch import Tensor
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.optim.build import state_tensors
+from tests.gpu.conftest import losses
 
 OpenContext = Callable[..., TrainContext]
 
@@ -54,23 +55,13 @@ def test_an_overflow_changes_only_the_loss_scale(open_context: OpenContext) -> N
     assert scaler.get_scale() == 128.0
 
 
-def losses(context: TrainContext, steps: int) -> list[float]:
-    """Train and return each step's loss."""
-    batches = context.learner.train_loader.batches(0, 0)
-    found = []
-    for _ in range(steps):
-        context.progress.meter.reset()
-        train_step(context, batches)
-        found.append(context.progress.meter.sums()["total"])
-    return found
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_losses_in_half_precision_are_close_to_fp32(open_context: OpenContext, precision: str) -> None:
-    exact = losses(open_context(precision="fp32"), steps=6)
-    context = open_context(precision=precision)
+    settings = {"img_size": 32, "accumulation": 2, "clip_grad": 1.0}
+    exact = losses(open_context(precision="fp32", **settings), steps=4)
+    context = open_context(precision=precision, **settings)
     context.state.scaler.load_state_dict(context.state.scaler.state_dict() | {"scale": 256.0})
-    half = losses(context, steps=6)
+    half = losses(context, steps=4)
     assert half == pytest.approx(exact, rel=0.005)
     assert half != exact  # equal losses would mean that half precision was not used
     assert all(parameter.isfinite().all() for parameter in context.state.model.parameters())

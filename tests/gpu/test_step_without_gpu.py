@@ -13,7 +13,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NETWORKS = ("volo_d1", "volo_d5", "lvvit_s", "resnet50")
+NETWORKS = ("volo_d1", "volo_d5", "lvvit_s", "resnet18")
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has its own CUDA part"),

@@ -44,7 +44,6 @@ class PublishedCode:
     lvvit_losses: ModuleType
     targets: ModuleType  # dense targets of label maps, used by the training of both repositories
     weights: ModuleType  # loads files into networks, used by the training of both repositories
-    volo_weights: ModuleType  # VOLO's own version of it, which its training does not use
     transforms: ModuleType  # augments images with their label maps, in the training of both repositories
 
     def networks(self, name: str) -> ModuleType:
@@ -87,7 +86,6 @@ def load(folder: Path) -> PublishedCode:
             # The other modules of this package read images with functions that timm no longer has.
             targets=_file("published_targets_of_maps", labelling / "data" / "mixup.py"),
             weights=_module("published_weights", labelling / "utils", "utils"),
-            volo_weights=_module("published_volo_weights", folder / "volo" / "utils", "utils"),
             transforms=_transforms(labelling / "data"),
         )
     found.targets.roi_align = _roi_align

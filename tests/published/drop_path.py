@@ -1,4 +1,4 @@
-"""Random draws of drop path, recorded in our networks and used in the published ones, and the reverse."""
+"""Random draws of drop path, recorded in our networks and used in the published ones."""
 
 from __future__ import annotations
 
@@ -12,44 +12,10 @@ from torch import Tensor
 
 import horovod_volo.models.lvvit as our_lvvit
 import horovod_volo.models.volo as our_volo
-from horovod_volo.models.blocks import ALL, DropPathSample, sample_drop_path
+from horovod_volo.models.blocks import DropPathSample, sample_drop_path
 from tests.published.checkouts import PublishedCode
 
 Draw = tuple[float, Tensor]  # the rate of a branch, and the images that keep it
-
-
-@contextmanager
-def record_published_draws(model: torch.nn.Module) -> Iterator[list[Draw]]:
-    """Record the draws of a published network, branch by branch."""
-    draws: list[Draw] = []
-
-    def record(module: Any, _: Any, kept: Tensor) -> None:
-        draws.append((module.drop_prob, kept.flatten(1).any(dim=1).nonzero().flatten()))
-
-    hooks = [m.register_forward_hook(record) for m in model.modules() if hasattr(m, "drop_prob")]
-    yield draws
-    for hook in hooks:
-        hook.remove()
-
-
-@contextmanager
-def use_draws_in_ours(draws: list[Draw]) -> Iterator[None]:
-    """Replace the draws of our networks by these."""
-
-    def fixed_sample(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
-        branches = iter(draws)
-        samples = [sample_of(next(branches), rate) if rate else ALL for rate in rates]
-        assert next(branches, None) is None
-        return samples
-
-    def sample_of(draw: Draw, rate: float) -> DropPathSample:
-        assert draw[0] == pytest.approx(rate, rel=1e-6)
-        return DropPathSample(draw[1], 1.0 / (1.0 - rate))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(our_volo, "sample_drop_path", fixed_sample)
-        patch.setattr(our_lvvit, "sample_drop_path", fixed_sample)
-        yield
 
 
 @contextmanager

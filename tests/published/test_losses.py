@@ -11,11 +11,10 @@ from torch import Tensor
 
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
-from horovod_volo.objective.loss import LabelMapTargets, build_loss
+from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import NO_BOX, Box
-from horovod_volo.objective.soft_target import cross_entropy
 from tests.published.checkouts import PublishedCode, named_folder
-from tests.published.conftest import Compare
+from tests.published.conftest import compare
 from tests.published.examples import CLASSES, SIDE, box_on, labels_of, published_target
 
 named_folder()  # skips this module without checkouts
@@ -55,7 +54,6 @@ def with_half_right_teacher(labels: Labels, target: Tensor) -> tuple[Labels, Ten
 
 
 def assert_equal(
-    compare: Compare,
     what: str,
     settings: Objective,
     labels: Labels,
@@ -82,7 +80,6 @@ def assert_equal(
 @pytest.mark.parametrize(("module", "name", "truth", "ours"), LOSSES)
 def test_losses(
     published: PublishedCode,
-    compare: Compare,
     batch: int,
     side: int,
     mixed: bool,
@@ -103,22 +100,12 @@ def test_losses(
         target = published.targets.mixup_target(labels.classes, CLASSES, smoothing=0.1, device="cpu")
         settings = replace(MAPS, cls_weight=0.75, token_label_data="", **ours)
     what = f"{module}.{name} {ours}{'' if maps else ' without maps'}"
-    assert_equal(compare, what, settings, labels, box_on(side) if mixed else NO_BOX, side, loss, target)
+    assert_equal(what, settings, labels, box_on(side) if mixed else NO_BOX, side, loss, target)
 
 
-def test_the_loss_without_token_labels(published: PublishedCode, compare: Compare) -> None:
+def test_the_loss_without_token_labels(published: PublishedCode) -> None:
     classes, (class_logits, token_logits) = labels_of(BATCH, SEED).classes, random_logits()
     target = published.targets.mixup_target(classes, CLASSES, smoothing=0.1, device="cpu")
     theirs = published.volo_losses.SoftTargetCrossEntropy()(class_logits, target)
     parts = build_loss(Objective(), CLASSES, SIDE)(class_logits, token_logits, Labels(classes), NO_BOX)
     compare("loss without token labels", parts.total, theirs)
-
-
-@pytest.mark.parametrize("module", ["volo_losses", "lvvit_losses"])
-def test_one_label_for_the_whole_image(published: PublishedCode, compare: Compare, module: str) -> None:
-    """No setting of ours selects it, but it tests the target of the image and the cross-entropy."""
-    class_logits, _ = random_logits()
-    target = published_target(published, BATCH, SEED, side=1)  # (batch, classes, 2)
-    theirs = getattr(published, module).TokenLabelSoftTargetCrossEntropy()(class_logits, target)
-    image = LabelMapTargets(CLASSES, 1, 0.1, "reference")(labels_of(BATCH, SEED)).classes
-    compare(f"{module}, label size 1", cross_entropy(class_logits, image).mean(), theirs)

@@ -42,7 +42,6 @@ def loaded(
     *,
     img_size: int,
     classes: int,
-    module: str = "weights",
     use_ema: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights of our network before and after loading, and those of the published one after it."""
@@ -52,7 +51,7 @@ def loaded(
     theirs.load_state_dict(ours.state_dict(), strict=True)
     initial = {key: tensor.clone() for key, tensor in ours.state_dict().items()}
     load_weights(ours, name, read_weights(str(file), use_ema=use_ema).tensors, str(file))
-    getattr(published, module).load_pretrained_weights(
+    published.weights.load_pretrained_weights(
         theirs, str(file), use_ema=use_ema, strict=False, num_classes=classes
     )
     return initial, ours.state_dict(), theirs.state_dict()
@@ -88,13 +87,10 @@ def test_another_size(published: PublishedCode, tmp_path: Path, name: str, img_s
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("module", ["weights", "volo_weights"])
 @NETWORKS
-def test_another_size_and_other_classes(
-    published: PublishedCode, tmp_path: Path, name: str, module: str
-) -> None:
+def test_another_size_and_other_classes(published: PublishedCode, tmp_path: Path, name: str) -> None:
     file = saved(published, name, tmp_path / "weights.pth", classes=1000, form="checkpoint")
-    initial, ours, theirs = loaded(published, name, file, img_size=384, classes=FEW, module=module)
+    initial, ours, theirs = loaded(published, name, file, img_size=384, classes=FEW)
     assert_equal(ours, theirs)
     heads = {key for key in ours if key.startswith(("head", "aux_head"))}
     assert len(heads) == 4

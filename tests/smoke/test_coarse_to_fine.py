@@ -90,18 +90,6 @@ def test_a_chain_that_is_stopped_in_both_stages_gives_the_same_weights(
         assert_same_weights(uninterrupted, tmp_path, stage)
 
 
-def test_the_fine_stage_starts_with_the_coarse_weights(uninterrupted: Path) -> None:
-    """At a learning rate of 1e-3 the weights change little; those of a new network would be far away."""
-    last = [
-        load_file(uninterrupted / "chain" / stage / "checkpoints" / "last" / "model.safetensors")
-        for stage in ("coarse", "fine")
-    ]
-    weight = "network.0.0.mlp.fc1.weight"
-    moved = (last[0][weight] - last[1][weight]).norm() / last[0][weight].norm()
-    assert 0 < moved < 0.5
-    assert last[1]["pos_embed"].shape == (1, 4, 4, 96)
-
-
 def test_a_finished_chain_ends_at_once(demo_set: Path, uninterrupted: Path) -> None:
     before = files_under(uninterrupted)
     began = time.monotonic()

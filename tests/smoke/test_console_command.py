@@ -7,19 +7,11 @@ import importlib.util
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import horovod_volo.__main__ as command
-
-ROOT = Path(__file__).parents[2]
-
-
-def started(*arguments: str) -> tuple[int, str]:
-    command_line = [sys.executable, "-m", "horovod_volo", *arguments]
-    done = subprocess.run(command_line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return done.returncode, done.stdout
+from tests.documents import ROOT
 
 
 @pytest.mark.parametrize("name", list(command.COMMANDS))
@@ -32,36 +24,24 @@ def test_a_command_is_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert importlib.util.find_spec(f"horovod_volo.{name}") is not None
 
 
-def test_arguments_and_exit_status_are_passed_on() -> None:
-    status, output = started("evaluate", "/nowhere", "--weights", "/nowhere", "--scales", "x")
-    assert status == 2
-    assert "--scales" in output
-
-
-def test_without_a_command_all_are_listed() -> None:
-    status, output = started()
-    assert status == 0
-    assert all(f"  {name}" in output for name in command.COMMANDS)
-
-
-def test_the_versions_are_printed(
+def test_the_list_of_commands_and_the_versions(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["horovod-volo", "--version"])
-    assert command.main() == 0
+    def printed(*arguments: str, status: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["horovod-volo", *arguments])
+        assert command.main() == status
+        return "".join(capsys.readouterr())
+
+    listed = printed()
+    assert all(f"  {name}" in listed for name in command.COMMANDS)
+    assert "Did you mean evaluate?" in printed("evalute", status=2)
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"horovod_volo {settings['metadata']['version']} (torch ")
-    assert ", horovod 0." in printed
+    versions = printed("--version")
+    assert versions.startswith(f"horovod_volo {settings['metadata']['version']} (torch ")
+    assert ", horovod 0." in versions
     module, _, function = settings["options.entry_points"]["console_scripts"].partition("=")[2].partition(":")
     assert (module.strip(), function) == (command.__spec__.name, "main")
-
-
-def test_a_mistyped_command_gets_a_hint() -> None:
-    status, output = started("evalute")
-    assert status == 2
-    assert "Did you mean evaluate?" in output
 
 
 def test_timm_is_importable_in_the_environment_of_tools_setup() -> None:

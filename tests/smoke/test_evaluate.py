@@ -1,10 +1,8 @@
-"""horovod_volo.evaluate gives the accuracies of training and of timm; the commands of its document run."""
+"""horovod_volo.evaluate gives the accuracies of training and of timm, and finds classes by their names."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants as hub
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -21,22 +20,18 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 import timm
 from timm.data import create_transform, resolve_model_data_config
 
+from horovod_volo import evaluate
 from horovod_volo.models.weights_header import read_class_names
-from tests.ranks.forking import path_of_forks
-from tests.ranks.launching import python, run, train
-from tests.smoke.conftest import HELD_OUT_IMAGES
+from tests.ranks.launching import train
 
-ROOT = Path(__file__).parents[2]
 TIMMS = "test_vit.r160_in1k"  # the smallest timm model whose mean and std are not ImageNet's
 CLASSES, RIGHT = 1000, 40
 
 
-def evaluated(*arguments: str, **environment: str) -> dict[str, Any]:
-    """Run the evaluation in a new process and return the JSON that it wrote."""
-    file = Path(arguments[arguments.index("--json") + 1])
-    command = [*python(plain=bool(environment)), "-m", "horovod_volo.evaluate", *arguments]
-    done = run(command, seconds=300, **environment)
-    assert done.returncode == 0, done.stdout
+def evaluated(data: Path, weights: object, *flags: str) -> dict[str, Any]:
+    """Return the JSON of an evaluation in this process."""
+    file = data.parent / "result.json"
+    assert evaluate.main([str(data), "--weights", str(weights), "--json", str(file), *flags]) == 0
     result: dict[str, Any] = json.loads(file.read_text())
     return result
 
@@ -56,13 +51,12 @@ def trained(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output / "run"
 
 
-def test_the_accuracies_are_those_of_the_training(trained: Path, demo_set: Path, tmp_path: Path) -> None:
+def test_the_accuracies_are_those_of_the_training(trained: Path, demo_set: Path) -> None:
     lines = (trained / "metrics.jsonl").read_text().splitlines()
     trained_scores = [record for record in map(json.loads, lines) if "top1" in record][-1]
     last = trained / "checkpoints" / "last"
     for weights, prefix in ((last, ""), (last / "ema.safetensors", "ema_")):
-        file = tmp_path / f"{prefix}result.json"
-        result = evaluated(str(demo_set), "--weights", str(weights), "--json", str(file), "-b", "8")
+        result = evaluated(demo_set, weights, "-b", "8")
         for name in ("top1", "top5"):
             assert result[name] == trained_scores[prefix + name]
         assert result["loss"] == pytest.approx(trained_scores[f"{prefix}loss"], rel=1e-6)
@@ -73,15 +67,16 @@ def test_the_accuracies_are_those_of_the_training(trained: Path, demo_set: Path,
     assert read_class_names(str(last)) == read_class_names(str(last / "ema.safetensors")) == folders
 
 
-def test_classes_are_found_by_their_names(trained: Path, demo_set: Path, tmp_path: Path) -> None:
+def test_classes_are_found_by_their_names(
+    trained: Path, demo_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without the first class, the others keep their numbers; a class of another name is refused."""
-    flags = ("--weights", str(trained), "--per-class", "all", "--json", str(tmp_path / "result.json"))
-    whole = evaluated(str(demo_set), *flags)
+    whole = evaluated(demo_set, trained, "--per-class", "all")
     shutil.copytree(demo_set / "val", tmp_path / "some" / "val")
     first = min((tmp_path / "some" / "val").iterdir())
     left_out = len(list(first.iterdir()))
     shutil.rmtree(first)
-    some = evaluated(str(tmp_path / "some"), *flags)
+    some = evaluated(tmp_path / "some", trained, "--per-class", "all")
     assert some["images"] == whole["images"] - left_out
     found, expected = (
         {row["name"]: row["right"] for row in each["classes"] if row["name"] != first.name}
@@ -89,9 +84,8 @@ def test_classes_are_found_by_their_names(trained: Path, demo_set: Path, tmp_pat
     )
     assert found == expected
     (tmp_path / "some" / "val" / max(found)).rename(tmp_path / "some" / "val" / "zebra")
-    done = run([*python(), "-m", "horovod_volo.evaluate", str(tmp_path / "some"), *flags[:2]], seconds=100)
-    assert done.returncode == 2
-    assert "was not trained on: zebra" in done.stdout
+    assert evaluate.main([str(tmp_path / "some"), "--weights", str(trained)]) == 2
+    assert "was not trained on: zebra" in capsys.readouterr().err
 
 
 def draw_image(number: int) -> Image.Image:
@@ -117,12 +111,14 @@ def logits_of(network: torch.nn.Module, images: list[Image.Image], **colours: An
     return torch.cat([network(some) for some in pixels.split(40)])
 
 
-def test_a_network_of_timm_is_evaluated_as_by_timm(tmp_path: Path) -> None:
+def test_a_network_of_timm_is_evaluated_as_by_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     network = timm.create_model(TIMMS).eval()
     with torch.no_grad():
         network.head.weight.normal_()  # otherwise it predicts one class for all images
     write_cache(tmp_path / "cache", TIMMS, network)
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     images = [draw_image(number) for number in range(RIGHT + CLASSES)]
     logits = logits_of(network, images)
     best = logits.argmax(dim=1).tolist()
@@ -131,12 +127,7 @@ def test_a_network_of_timm_is_evaluated_as_by_timm(tmp_path: Path) -> None:
         folder = tmp_path / "set" / "val" / f"{truth:04d}"
         folder.mkdir(parents=True, exist_ok=True)
         image.save(folder / f"{number}.png")
-    result = evaluated(
-        *(str(tmp_path / "set"), "--weights", f"timm:{TIMMS}", "--per-class", "all"),
-        *("--json", str(tmp_path / "result.json")),
-        HF_HUB_OFFLINE="1",
-        HF_HUB_CACHE=str(tmp_path / "cache"),
-    )
+    result = evaluated(tmp_path / "set", f"timm:{TIMMS}", "--per-class", "all")
     assert (result["model"], result["img_size"], result["crop_pct"]) == (TIMMS, 160, 0.95)
     assert result["mean"] == result["std"] == [0.5, 0.5, 0.5]
     assert result["top1_right"] == sum(map(int.__eq__, best, truths)) >= RIGHT
@@ -151,45 +142,3 @@ def test_a_network_of_timm_is_evaluated_as_by_timm(tmp_path: Path) -> None:
     assert len(set(mistakes.values())) > 10, "the network predicts the same class for most images"
     imagenets = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
     assert logits_of(network, images[:100], **imagenets).argmax(dim=1).tolist() != best[:100]
-
-
-def commands() -> list[str]:
-    found = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), flags=re.S)
-    return [line for block in found for line in block.splitlines() if line.strip()]
-
-
-@pytest.fixture(scope="module")
-def folder(demo_set: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the inputs that the document's commands name."""
-    folder = tmp_path_factory.mktemp("commands")
-    (folder / "photos").symlink_to(demo_set / "val", target_is_directory=True)
-    for number, file in enumerate(sorted((demo_set / "val").rglob("*.jpg")), 1):
-        named = folder / "imagenet" / "val" / file.parent.name / f"ILSVRC2012_val_{number:08d}.JPEG"
-        numbered = folder / "imagenetv2" / str(number % 10) / file.name
-        for copy in (named, numbered):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, copy)
-    (folder / "real.json").write_text(json.dumps([[number % 10] for number in range(50)]))
-    (folder / "run").symlink_to(trained)
-    shutil.copy(trained / "checkpoints" / "last" / "model.safetensors", folder / "weights.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_document_runs(command: str, folder: Path) -> None:
-    small = command.replace(" -np 8", " -np 2").replace("--model volo_d1", "--model volo_demo --img-size 32")
-    small = small.replace("weights.pth", "weights.safetensors").replace("--img-size 288", "--img-size 48")
-    small = small.replace("/path/to/", f"{folder}/")
-    activate, forks = shlex.quote(str(ROOT / "tools" / "activate")), shlex.quote(path_of_forks())
-    prepare = f"cd {shlex.quote(str(folder))} && source {activate} && PATH={forks}"
-    done = run(["bash", "-c", f"{prepare} && {small}"], seconds=200)
-    assert done.returncode == 0, done.stdout
-    if "predict" in command:
-        csv, table = (HELD_OUT_IMAGES * classes for classes in (5, 1))
-        assert done.stdout.count(".jpg") == (csv if "csv" in command else table)
-        assert "--html" not in command or (folder / "predictions.html").is_file()
-        return
-    assert re.search(r"top-1     [\d.]+ %, \d+ images", done.stdout)
-    for flag, text in (("--real", "ReaL "), ("--per-class", "most often taken for"), ("48", ", 48 px")):
-        assert (text in done.stdout) == (flag in command or flag in small.split())
-    assert not re.search("--json", command) or (folder / "accuracy.json").is_file()

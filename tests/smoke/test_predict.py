@@ -7,15 +7,14 @@ import io
 import json
 import re
 import shlex
-import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 from horovod_volo import predict
 from horovod_volo.config.data_settings import Data
@@ -23,26 +22,17 @@ from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.evaluation import predictions
 from horovod_volo.evaluation.predictions import PredictRequest
-from horovod_volo.models.build import build_model
 from horovod_volo.models.pretrained import load_pretrained
-from horovod_volo.models.weights_header import header_of
-from tests.ranks.launching import run
-from tests.smoke.conftest import HELD_OUT_IMAGES
+from tests.ranks.launching import python, run
+from tests.smoke.conftest import HELD_OUT_IMAGES, save_run
 
 NAMES = ["n01440764", *(f"<class> {number}" for number in range(1, 10))]
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the weights of a network with names of classes."""
-    folder = tmp_path_factory.mktemp("run")
-    torch.manual_seed(0)
-    network = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0)
-    with torch.no_grad():
-        network.head.weight.normal_()  # otherwise it predicts one class for all images
-    save_file(network.state_dict(), folder / "model.safetensors", metadata=header_of(NAMES))
-    (folder / "resolved.toml").write_text('[model]\nmodel = "volo_demo"\nimg_size = 64\n')
-    return str(folder)
+    """Return a run folder whose classes have names."""
+    return str(save_run(tmp_path_factory.mktemp("run") / "run", names=NAMES))
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
@@ -55,16 +45,8 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 
 def test_the_probabilities_are_those_of_an_evaluation(weights: str, demo_set: Path) -> None:
     trained = load_pretrained(weights)
     catalog = build_catalog(str(demo_set), "val", None)
-    loader = EvalLoader(
-        catalog,
-        Data(batch_size=16),
-        image_size=64,
-        crop_pct=0.9,
-        rank=0,
-        size=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
+    sizes: dict[str, Any] = {"image_size": 64, "crop_pct": 0.9, "rank": 0, "size": 1}
+    loader = EvalLoader(catalog, Data(batch_size=16), device=torch.device("cpu"), threads=2, **sizes)
     expected = {}
     with closing(loader), torch.inference_mode():
         for batch in loader:
@@ -142,16 +124,13 @@ def test_images_that_cannot_be_read_are_named(
         assert message in mistake(capsys, source, tmp_path / images)
 
 
-def test_neither_horovod_nor_dali_is_needed(weights: str, demo_set: Path, tmp_path: Path) -> None:
-    """Names come from stdin; a reader that stops reading is no error."""
+def test_names_are_read_from_stdin_and_a_reader_may_stop_reading(
+    weights: str, demo_set: Path, tmp_path: Path
+) -> None:
     names = tmp_path / "names.txt"
     names.write_text("\n".join(map(str, sorted((demo_set / "val").rglob("*.jpg")))))
-    program = (
-        "import runpy, sys; sys.modules.update(dict.fromkeys(['horovod', 'nvidia', 'mpi4py']));"
-        "runpy.run_module('horovod_volo.predict', run_name='__main__')"
-    )
-    command = f"{sys.executable} -c {shlex.quote(program)} {weights} - -b 1"
-    done = run(["bash", "-o", "pipefail", "-c", f"{command} < {names} | head -n 3"], seconds=100)
+    command = f"{shlex.join(python())} -m horovod_volo.predict {weights} - -b 1 < {names} | head -n 3"
+    done = run(["bash", "-o", "pipefail", "-c", command], seconds=100)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(".jpg: ") == 3
     assert "Traceback" not in done.stdout

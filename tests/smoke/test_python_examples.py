@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
+from tests.documents import blocks, text_of
+
+EXAMPLES = [block.code for block in blocks(text_of("docs/python.md")) if block.language == "python"]
 # Smaller images.
 SMALLER = {
     "epochs=3": "epochs=1, img_size=32, batch_size=8",
@@ -18,61 +21,45 @@ SMALLER = {
 }
 
 
-def run_example(number: int, demo_set: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Run an example in a folder; return its variables."""
-    code = EXAMPLES[number]
+def log_of(names: dict[str, Any]) -> str:
+    return str((names["result"].folder / "log.txt").read_text())
+
+
+# By a part of each example: what is true of its variables, and of what it prints, after it has run.
+EXPECTED: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "result.best": lambda names, _: names["result"].finished and names["result"].best["images"] == 20,
+    "by_recipe": lambda names, _: names["trainer"].folder == Path("runs/shorter"),
+    "trainer.predict": lambda _, printed: (
+        re.search(r"^\w+: \d+ %$", printed, re.M) and Path("exported/model.safetensors").is_file()
+    ),
+    "StopAtAccuracy": lambda names, _: (
+        "531,484 parameters, 4 steps on 1 ranks" in log_of(names)
+        and re.search(r"^(finished|stopped) at step \d$", log_of(names), re.M)
+    ),
+    "class Drawings": lambda names, _: (
+        Path("runs/drawings/checkpoints/best").exists() and names["trainer"].config.data.val_share == 0.2
+    ),
+    "import datasets": lambda names, _: names["trainer"].evaluate()["images"] == 10,
+}
+
+
+@pytest.mark.parametrize("part", EXPECTED)
+def test_an_example(
+    part: str,
+    demo_set: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert len(EXAMPLES) == len(EXPECTED)
+    (code,) = [code for code in EXAMPLES if part in code]
+    if part == "import datasets" and not importlib.util.find_spec("datasets"):
+        pytest.skip("needs datasets")
     for large, small in SMALLER.items():
         code = code.replace(large, small)
     photo = sorted((demo_set / "val").rglob("*.jpg"))[0]
     code = code.replace("/path/to/images", str(demo_set)).replace("/path/to/photo.jpg", str(photo))
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(code, f"docs/python.md, example {number}", "exec"), names)
-    return names
-
-
-def example_with(text: str) -> int:
-    (number,) = [number for number, code in enumerate(EXAMPLES) if text in code]
-    return number
-
-
-def test_every_example_is_run_here() -> None:
-    assert len(EXAMPLES) == 6
-
-
-def test_the_first_example(demo_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run_example(example_with("result.best"), demo_set, tmp_path, monkeypatch)
-    assert found["result"].finished
-    assert found["result"].best["images"] == 20
-
-
-def test_a_recipe_and_a_config(demo_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run_example(example_with("by_recipe"), demo_set, tmp_path, monkeypatch)
-    assert found["trainer"].folder == Path("runs/shorter")
-
-
-def test_predictions_and_export(
-    demo_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_example(example_with("trainer.predict"), demo_set, tmp_path, monkeypatch)
-    assert re.search(r"^\w+: \d+ %$", capsys.readouterr().out, re.M)
-    assert (tmp_path / "exported" / "model.safetensors").is_file()
-
-
-def test_callbacks(demo_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run_example(example_with("StopAtAccuracy"), demo_set, tmp_path, monkeypatch)
-    log = (found["result"].folder / "log.txt").read_text()
-    assert "531,484 parameters, 4 steps on 1 ranks" in log
-    assert re.search(r"^(finished|stopped) at step \d$", log, re.M)
-
-
-def test_data_sets(demo_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run_example(example_with("class Drawings"), demo_set, tmp_path, monkeypatch)
-    assert (tmp_path / "runs" / "drawings" / "checkpoints" / "best").exists()
-    assert found["trainer"].config.data.val_share == 0.2
-
-
-def test_hugging_face(demo_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("datasets")
-    found = run_example(example_with("import datasets"), demo_set, tmp_path, monkeypatch)
-    assert found["trainer"].evaluate()["images"] == 10
+    exec(compile(code, f"docs/python.md, {part}", "exec"), names)
+    assert EXPECTED[part](names, capsys.readouterr().out)

@@ -1,88 +1,38 @@
-"""Without the folder of an extra, the core trains; and what the extra brings is refused with its name."""
+"""Without the folders of all extras, the core trains; and what an extra brings is refused with its name.
+
+That no extra needs another one, so that each can be deleted alone, is a contract of import-linter in
+pyproject.toml.
+"""
 
 from __future__ import annotations
 
-import shlex
 import shutil
-import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-from PIL import Image
+from tests.documents import ROOT
+from tests.smoke.conftest import run_in_one_process
 
-from tests.ranks.launching import run
-
-PACKAGE = Path(__file__).parents[2] / "horovod_volo"
-EXTRAS = (
-    "bench",
-    "demo",
-    "dense",
-    "doctor",
-    "elastic",
-    "kernels",
-    "labelling",
-    "profiler",
-    "remote",
-    "report",
-)
-# Flags that need an extra.
-FLAGS = {
-    "dense": ["--task", "segmentation", "--model", "volo_d1"],
-    "elastic": ["--elastic", "--model", "volo_demo", "--global-batch", "8"],
-    "remote": [],
+EXTRAS = ("bench", "demo", "dense", "doctor", "elastic")
+EXTRAS += ("kernels", "labelling", "profiler", "remote", "report")
+SMALL = "--model volo_demo --img-size 32 --batch-size 4"
+REFUSED = {  # by the extra that each needs
+    "dense": "train {images} --task segmentation --model volo_d1",
+    "elastic": "train {images} --elastic --model volo_demo --global-batch 8",
+    "remote": "train https://example.org/shards",
 }
-# An editable installation would find a folder that the copy lacks in the original.
-PROGRAM = """
-import runpy, sys
-sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in repr(finder)]
-runpy.run_module("horovod_volo.train", run_name="__main__", alter_sys=True)
-"""
-TRAIN = ["--model", "volo_demo", "--img-size", "32", "--batch-size", "4", "--epochs", "1", "--name", "run"]
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of images that no extra has drawn."""
-    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
-    for split in ("train", "val"):
-        for kind in ("ant", "bee"):
-            (folder / split / kind).mkdir(parents=True)
-            for number in range(8):
-                pixels = random.integers(256, size=(40, 40, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / split / kind / f"{number}.jpg")
-    return folder
-
-
-def copy_without(extras: tuple[str, ...], folder: Path) -> Path:
-    """Copy the package without some of its folders."""
-    copied = folder / "copy" / PACKAGE.name
-    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in extras:
+def test_the_core_trains_without_extras_and_refuses_them_by_name(demo_set: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copy" / "horovod_volo"
+    shutil.copytree(ROOT / copied.name, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in EXTRAS:
         shutil.rmtree(copied / name)
-    return copied.parent
-
-
-def train(tree: Path, data: str | Path, folder: Path, *flags: str) -> tuple[int, str]:
-    """Train with a copy of the package; return the exit status and what was printed."""
-    command = [sys.executable, "-c", PROGRAM, str(data), "--output", str(folder), *flags]
-    in_tree = ["bash", "-c", f"cd {shlex.quote(str(tree))} && {shlex.join(command)}"]
-    done = run(in_tree, seconds=120, PYTHONPATH=str(tree))
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("extras", [(name,) for name in EXTRAS] + [EXTRAS], ids="+".join)
-def test_the_core_trains_without(extras: tuple[str, ...], images: Path, tmp_path: Path) -> None:
-    tree = copy_without(extras, tmp_path)
-    status, text = train(tree, images, tmp_path / "runs", *TRAIN)
-    assert status == 0, text
-    assert "done: 4 steps" in text
-    assert (tmp_path / "runs/run/ledger.jsonl").exists() == ("elastic" not in extras)
-
-
-@pytest.mark.parametrize("extra", FLAGS)
-def test_what_it_brings_is_refused(extra: str, images: Path, tmp_path: Path) -> None:
-    data = "https://example.org/shards" if extra == "remote" else images
-    status, text = train(copy_without((extra,), tmp_path), data, tmp_path / "runs", *FLAGS[extra])
-    assert status == 2
-    assert f"needs horovod_volo/{extra}, which is not installed" in text
+    refused = {name: command.format(images=demo_set) for name, command in REFUSED.items()}
+    trained = f"train {demo_set} {SMALL} --epochs 1 --name run"
+    printed = run_in_one_process(tmp_path, trained, *refused.values(), package=copied.parent)
+    assert "done: 10 steps" in printed[trained]
+    assert printed[trained].endswith("status 0\n")
+    assert not (tmp_path / "runs/run/ledger.jsonl").exists()  # of elastic
+    for extra, command in refused.items():
+        assert f"needs horovod_volo/{extra}, which is not installed" in printed[command]
+        assert printed[command].endswith("status 2\n")

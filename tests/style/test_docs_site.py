@@ -6,7 +6,6 @@ from other hosts.
 
 from __future__ import annotations
 
-import configparser
 import os
 import re
 import runpy
@@ -21,7 +20,6 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from horovod_volo.bench.results import read_records
-from horovod_volo.config.schema import all_settings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -56,18 +54,6 @@ def test_generated_files_are_up_to_date(program: str, function: str, folder: Pat
         assert (folder / name).read_text(encoding="utf-8") == text, f"{name}: {REGENERATE}"
 
 
-def test_the_reference_has_every_setting() -> None:
-    text = (DOCS / "reference" / "settings.md").read_text(encoding="utf-8")
-    entries = dict(re.findall(r"^### (\w+)\n(.+?)(?=^##|\Z)", text, flags=re.M | re.S))
-    assert list(entries) == [setting.name for setting in all_settings()]
-    for setting in all_settings():
-        entry = entries[setting.name]
-        assert all(f"`{flag}" in entry for flag in (*setting.flags, *setting.shorthands)), setting.name
-        bound = "" if setting.at_least is None else f"at least {setting.at_least:g}"
-        assert bound in entry
-        assert "*Default:* " in entry
-
-
 def test_the_readme_claims_recorded_figures() -> None:
     claims = (ROOT / "README.md").read_text(encoding="utf-8").partition("## From a folder")[0]
     newest = {record["name"]: record for record in read_records()}
@@ -84,24 +70,6 @@ def test_the_readme_claims_recorded_figures() -> None:
         assert float(text) == pytest.approx(values[label], rel=0.01), (
             f"the README claims an old figure: {label}"
         )
-
-
-def test_citation_and_issue_templates_can_be_read() -> None:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    citation = yaml.safe_load((DOCS / "CITATION.cff").read_text(encoding="utf-8"))
-    assert (citation["title"], citation["version"]) == (
-        setup["metadata"]["name"],
-        setup["metadata"]["version"],
-    )
-    templates = [
-        path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"
-    ]
-    assert len(templates) > 1
-    for template in templates:
-        form = yaml.safe_load(template.read_text(encoding="utf-8"))
-        assert {"name", "description", "body"} <= set(form)
-        assert all(field["attributes"]["label"] for field in form["body"])
 
 
 # --- the built site -----------------------------------------------------------------------------
@@ -137,14 +105,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_built(site: Path) -> None:
-    for page in DOCS.rglob("*.md"):
-        assert (site / page.relative_to(DOCS).with_suffix(".html")).is_file()
-    assert not (site / "site" / "mkdocs.yml").exists()
-
-
 def test_no_page_requests_anything_from_another_host(site: Path) -> None:
-    for page in site.rglob("*.html"):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(list(DOCS.rglob("*.md")))
+    assert not (site / "site" / "mkdocs.yml").exists()
+    for page in pages:
         parser = Requests()
         parser.feed(page.read_text(encoding="utf-8"))
         assert len(parser.found) > 5

@@ -1,4 +1,4 @@
-"""The documentation refers to files that exist; README.md lists the path of a gradient in eight files."""
+"""Files and links of the documentation exist, also those of README.md, which mkdocs does not read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.documents import DOCUMENTS, ROOT
+
 PACKAGE = ROOT / "horovod_volo"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def missing_files(text: str) -> list[str]:
@@ -41,27 +41,7 @@ def dead_links(document: Path) -> list[str]:
     return dead
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_files_and_links_of_a_document_exist(document: Path) -> None:
-    assert missing_files(document.read_text(encoding="utf-8")) == []
-    assert dead_links(document) == []
-
-
-def test_a_missing_file_and_a_dead_link_are_found(tmp_path: Path) -> None:
-    files = (
-        "`horovod_volo/train.py`, `engine/step.py`, `engine/steps.py`, `data/augmentation/`, `data/streams/`"
-    )
-    assert missing_files(files) == ["engine/steps.py", "data/streams/"]
-    document = tmp_path / "document.md"
-    document.write_text(
-        "# A (b), c\n[x](#a-b-c) [x](#b) [x](document.md#a-b-c) ![y](none.svg) [z](https://a/b)"
-    )
-    assert dead_links(document) == ["#b", "none.svg"]
-
-
-def test_the_readme_gives_the_path_of_a_gradient_in_eight_files() -> None:
-    listed = re.findall(
-        r"^\d\. `(.+?)`", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
-    assert len(listed) == 8
-    assert all((ROOT / path).is_file() for path in listed)
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_and_links_of_a_document_exist(document: str) -> None:
+    assert missing_files((ROOT / document).read_text(encoding="utf-8")) == []
+    assert dead_links(ROOT / document) == []

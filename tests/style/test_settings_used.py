@@ -5,57 +5,34 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from pathlib import Path
 
 from horovod_volo.config.recipe import RECIPES
 from horovod_volo.config.schema import all_settings
 from horovod_volo.config.setting import Setting
+from tests.documents import DOCUMENTS, ROOT, text_of
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = all_settings()
 
 
-def unread_settings(package: Path, fields: list[tuple[str, str]]) -> list[str]:
-    """Return "group.field" of each (group, field) that no module but the schema reads.
-
-    It is read as GROUP.FIELD or, where a group is passed, as `settings.FIELD`.
-    """
+def read_attributes() -> set[tuple[str, str]]:
+    """Return the attributes that modules other than the schema read, each with the name of its owner."""
     read: set[tuple[str, str]] = set()
-    for file in package.rglob("*.py"):
+    for file in sorted((ROOT / "horovod_volo").rglob("*.py")):
+        if file.match("config/schema.py"):
+            continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                owner = (
-                    node.value.attr
-                    if isinstance(node.value, ast.Attribute)
-                    else getattr(node.value, "id", "")
-                )
-                if file.relative_to(package) != Path("config/schema.py"):
-                    read.add((owner.lstrip("_"), node.attr))
-    return [f"{group}.{name}" for group, name in fields if not {(group, name), ("settings", name)} & read]
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                read.add((name.lstrip("_"), node.attr))
+    return read
 
 
 def test_every_setting_is_read() -> None:
-    fields = [(setting.group, setting.name) for setting in SETTINGS]
-    assert unread_settings(ROOT / "horovod_volo", fields) == []
-
-
-def test_an_unread_setting_is_found(tmp_path: Path) -> None:
-    schema, loop = tmp_path / "config" / "schema.py", tmp_path / "engine" / "loop.py"
-    for path, source in (
-        (schema, "update.declared_only"),
-        (loop, "job.config.update.lr\nself._settings.scale\nupdate.written = 1\nother.elsewhere"),
-    ):
-        path.parent.mkdir()
-        path.write_text(source)
-    fields = [("update", name) for name in ("lr", "scale", "declared_only", "written", "elsewhere")]
-    unread = unread_settings(tmp_path, fields)
-    assert unread == ["update.declared_only", "update.written", "update.elsewhere"]
-
-
-def documents() -> str:
-    """Return the text of README.md and docs/."""
-    files = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").glob("*.md"))]
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+    """As GROUP.FIELD or, where a group is passed, as `settings.FIELD`."""
+    read = read_attributes()
+    ways = {item.name: {(item.group, item.name), ("settings", item.name)} for item in SETTINGS}
+    assert [name for name, either in ways.items() if not either & read] == []
 
 
 def is_mentioned(setting: Setting, text: str) -> bool:
@@ -76,15 +53,6 @@ def is_in_a_recipe(setting: Setting) -> bool:
 
 def test_every_flag_has_a_use() -> None:
     """A flag that fails here must be set by a recipe, be mentioned in the documents, or be removed."""
-    text = documents()
+    text = "\n".join(map(text_of, DOCUMENTS))
     unused = [item.flags[0] for item in SETTINGS if not (is_in_a_recipe(item) or is_mentioned(item, text))]
     assert unused == []
-
-
-def test_a_mention_is_a_complete_flag() -> None:
-    lr = next(setting for setting in SETTINGS if setting.name == "lr")
-    mix_token = next(setting for setting in SETTINGS if setting.name == "mix_token")
-    assert is_mentioned(lr, "horovodrun ... --lr 1e-4")
-    assert is_mentioned(lr, "`--learning-rate`")
-    assert not is_mentioned(lr, "--lr-base 1.6e-3, --warmup-lr 1e-6")
-    assert is_mentioned(mix_token, "--no-mix-token")

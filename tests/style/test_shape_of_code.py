@@ -1,4 +1,4 @@
-"""Limits on the length of modules and functions, on names and on printing; no leftovers in the repository."""
+"""Limits on the length of modules and functions, and on names; no leftovers in the repository."""
 
 from __future__ import annotations
 
@@ -15,23 +15,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "horovod_volo"
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
-MAY_PRINT = (
-    "monitor",
-    "cluster/watchdog_process.py",  # a program of its own
-    "core/errors.py",
-    "bench",
-    "train.py",
-    "__main__.py",
-    "evaluate.py",
-    "predict.py",
-    "doctor",
-    "export.py",
-    "labels.py",
-    "pack.py",
-    "completion.py",
-    "config/command_line.py",
-    "report",
-)
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -54,11 +37,6 @@ def test_the_package_does_not_grow_unnoticed(benchmarks: bool, modules: int, lin
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in counted) <= lines
 
 
-def test_modules_have_docstrings() -> None:
-    tests = {path.name: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("[!_]*.py")}
-    assert [name for name, tree in (TREES | tests).items() if not ast.get_docstring(tree)] == []
-
-
 def test_class_names_are_unique() -> None:
     """In the package and the tests together; `Name` and `_Name` count as the same name."""
     trees = [*TREES.values(), *(ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py"))]
@@ -77,16 +55,6 @@ def test_module_names_are_specific() -> None:
 def test_images_are_opened_in_one_module() -> None:
     opening = [name for name, path in MODULES.items() if "Image.open(" in path.read_text(encoding="utf-8")]
     assert opening == ["horovod_volo/data/reading.py"]
-
-
-def test_only_entry_points_and_monitor_print() -> None:
-    printing = {
-        name
-        for name, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    }
-    assert [name for name in printing if not name.removeprefix("horovod_volo/").startswith(MAY_PRINT)] == []
 
 
 def test_no_unfinished_work_and_no_local_paths() -> None:

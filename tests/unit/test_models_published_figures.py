@@ -1,6 +1,6 @@
 """The networks still give the published code's recorded logits for fixed weights and images.
 
-`python -m tests.published.figures` prints the figures; it needs the published code.
+`tests/published/test_networks.py` compares the figures with the published code.
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""The commands of README.md and of the guides run in their order, on a few images and with small networks.
+
+What they compute is tested elsewhere; here each is spelled as documented, and finds what earlier ones wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.documents import ROOT, blocks, commands_in, text_of
+from tests.smoke.conftest import save_run, shell
+
+SHORT = "--model volo_demo --epochs 1 --warmup-epochs 0 --cooldown-epochs 0 --drop-path 0 --log-every 1"
+# The last tests run these, but for the doctor, which test_cluster_guide.py runs.
+ELSEWHERE = {"./tools/setup", "source tools/activate", "./tools/demo", "./tools/test"}
+ELSEWHERE |= {"tensorboard --logdir runs", "horovodrun -np 2 python -m horovod_volo.doctor"}
+
+
+SCRIPTS = ("pack", "labels", "export")
+# What makes the commands small. Flags of a command come later and win.
+SMALLER = {
+    "--train 400 --val 100": "--train 40 --val 20",
+    # A run is named after its data only if no model is given.
+    "train photos": f"train photos {SHORT} --img-size 64 --batch-size 8 --name photos",
+    "train /path/to/imagenet": f"train /path/to/imagenet {SHORT} --img-size 32 --batch-size 4",
+    " -np 8": " -np 2",
+    " -np 40": " -np 2",
+    "--ranks 40": "--ranks 2",
+    " -H node1:8,node2:8,node3:8,node4:8,node5:8": "",
+    "--global-batch 1000": "--global-batch 8",
+    "--resize 320": "--resize 48",
+    # A random teacher in place of a downloaded one.
+    "dm_nfnet_f6 --teacher-pretrained": "resnet18 --img-size 64 --teacher-weights /path/to/weights.pth",
+    "--model volo_d1": "--model resnet18 --img-size 64",
+    "runs/volo_d1": "/path/to/run",
+    "--img-size 288": "--img-size 48",
+    "--img-size 384": "--img-size 96",
+    # Which is what these scripts run, in a fork.
+    **{f"tools/{name} ": f"horovod-volo {name} " for name in SCRIPTS},
+}
+# What the commands of each document write.
+WRITTEN = {
+    "docs/tutorial.md": [
+        *(f"runs/{name}/checkpoints/best/model.safetensors" for name in ("photos", "with_labels")),
+        *(f"runs/{name}/checkpoints/best/model.safetensors" for name in ("larger_images", "two_ranks")),
+        *("exported/model.onnx", "exported/config.json", "predictions.html", "label.png"),
+    ],
+    "README.md": [f"runs/{name}/checkpoints/last/model.safetensors" for name in ("volo_d1", "volo_d5")],
+    "docs/data.md": ["packed/train/manifest.json", "store", "own_store", "picture.png"],
+    "docs/evaluation.md": ["predictions.html", "accuracy.json"],
+    "docs/export.md": ["export/model.onnx", "averaged/model.safetensors", "export384/config.json"],
+}
+
+
+def prepare(folder: Path, demo_set: Path, document: str) -> None:
+    """Put images under the names that the documents use, and a run of timm's resnet18."""
+    save_run(folder / "run", "resnet18")
+    if document != "docs/evaluation.md":
+        (folder / "imagenet").symlink_to(demo_set)
+        (folder / "token_label_data").symlink_to(demo_set / "token_labels")
+        return
+    (folder / "photos").symlink_to(demo_set / "val")
+    for number, file in enumerate(sorted((demo_set / "val").rglob("*.jpg")), 1):
+        named = folder / "imagenet" / "val" / str(number % 10) / f"ILSVRC2012_val_{number:08d}.JPEG"
+        numbered = folder / "imagenetv2" / str(number % 10) / file.name
+        for copy in (named, numbered):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
+    (folder / "real.json").write_text(json.dumps([[number % 10] for number in range(50)]))
+
+
+def adapted(text: str, folder: Path) -> str:
+    """Replace the paths of a command or a program, and what would take long."""
+    for large, small in SMALLER.items():
+        text = text.replace(large, small)
+    return text.replace("/path/to/", f"{folder}/")
+
+
+@pytest.mark.parametrize("document", WRITTEN)
+def test_the_commands_of_a_document_run(document: str, demo_set: Path, tmp_path: Path) -> None:
+    elsewhere = ELSEWHERE
+    if document == "README.md":
+        elsewhere = elsewhere | set(commands_in(text_of("docs/tutorial.md")))  # on the same photos
+    prepare(tmp_path, demo_set, document)
+    for command in commands_in(text_of(document)):
+        if command not in elsewhere:
+            printed = shell(adapted(command, tmp_path), tmp_path)
+            assert document != "docs/export.md" or "timm: outputs differ by 0.0e+00 at most" in printed
+    for result in WRITTEN[document]:
+        assert (tmp_path / result).stat().st_size > 100
+    if document == "docs/tutorial.md":
+        larger = tomllib.loads((tmp_path / "runs" / "larger_images" / "resolved.toml").read_text())
+        assert (larger["model"]["img_size"], larger["update"]["lr"]) == (96, 1e-4)
+    if document == "docs/export.md":
+        best, averaged = (
+            load_file(tmp_path / name / "model.safetensors")["fc.weight"] for name in ("export", "averaged")
+        )
+        assert torch.equal(averaged, 2 * best)
+        for block in blocks(text_of(document)):
+            if block.language == "python":
+                names: dict[str, object] = {}
+                exec(adapted(block.code, tmp_path), names)
+                assert "prepare" in names or names["logits"].shape == (5, 10)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_tools_starts_its_command(name: str) -> None:
+    done = subprocess.run([ROOT / "tools" / name, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"usage: tools/{name} ")
+
+
+# The commands that install, of README.md
+
+
+def test_tools_demo_trains_and_tensorboard_shows_the_run(request: pytest.FixtureRequest) -> None:
+    """Trains two of the demo's epochs, with --long all of them, in a run folder of its own."""
+    flags, least = ("", 90.0) if request.config.getoption("--long") else (" --epochs 2", 35.0)
+    printed = shell(f"./tools/demo{flags}", ROOT, seconds=1500, DEMO_NAME="readme_test")
+    accuracy = re.search(r"Held-out top-1 .*: ([\d.]+) %", printed)
+    assert accuracy, printed
+    assert float(accuracy[1]) >= least
+    assert "tensorboard --logdir runs" in printed.splitlines()[-1]
+    # TensorBoard's own imports warn; warnings are errors in this project's processes only.
+    shown = shell("tensorboard --inspect --logdir runs/readme_test", ROOT, PYTHONWARNINGS="")
+    assert {"train/loss", "train/lr", "evaluation/top1"} <= set(shown.split())
+
+
+def test_tools_test_checks_the_code_and_runs_tests() -> None:
+    assert re.search(
+        r"\d+ passed", shell("./tools/test -q tests/unit/test_config_derived.py", ROOT, seconds=600)
+    )
