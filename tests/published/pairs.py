@@ -17,6 +17,7 @@ from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import Box
 from tests.published.checkouts import PublishedCode
 from tests.published.conftest import compare
+from tests.published.drop_path import Draw, record_draws_of_ours, use_draws_in_published
 from tests.published.examples import CLASSES, labels_of, published_target
 from tests.unit.network_samples import perturbed, random_images
 
@@ -66,30 +67,33 @@ class Pair:
         return loss
 
 
-def pair_of(published: PublishedCode, name: str, *, img_size: int = 224) -> Pair:
+def pair_of(published: PublishedCode, name: str, *, img_size: int = 224, drop_path: float = 0.0) -> Pair:
     """Build one of our networks and load its weights into the published one."""
     torch.manual_seed(0)
-    ours = perturbed(build_model(name, img_size=img_size, num_classes=CLASSES, drop_path=0.0))
-    theirs = published.network(name, img_size=img_size)
+    ours = perturbed(build_model(name, img_size=img_size, num_classes=CLASSES, drop_path=drop_path))
+    theirs = published.network(name, img_size=img_size, drop_path=drop_path)
     theirs.load_state_dict(ours.state_dict(), strict=True)
     return Pair(name, ours, theirs)
 
 
 def compare_training(
     published: PublishedCode, pair: Pair, batch: int, box: Box, *, img_size: int = 224
-) -> None:
-    """Compare the loss of a batch, its gradients, and the updated statistics of batch norm."""
+) -> list[Draw]:
+    """Compare the loss of a batch, its gradients, and the statistics of batch norm; return our draws."""
     labels, target = labels_of(batch, seed=3), published_target(published, batch, 3, box.grid)
     own, other = (random_images(batch, img_size).requires_grad_() for _ in range(2))
-    ours = pair.our_loss(own, labels, box)
+    with record_draws_of_ours() as draws:
+        ours = pair.our_loss(own, labels, box)
     ours.backward()
-    theirs = pair.published_loss(published, other, target, box)
+    with use_draws_in_published(published, draws):
+        theirs = pair.published_loss(published, other, target, box)
     theirs.backward()
     what = f"{pair.name}, {batch} of {img_size} px"
     compare(f"{what}, loss", ours, theirs)
-    assert all(gradient.any() for gradient in gradients(pair.theirs, other).values())
+    assert draws or all(gradient.any() for gradient in gradients(pair.theirs, other).values())
     compare_gradients(f"{what}, gradients", gradients(pair.ours, own), gradients(pair.theirs, other))
     compare_statistics(what, pair.ours, pair.theirs)
+    return draws
 
 
 def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:

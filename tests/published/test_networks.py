@@ -100,6 +100,15 @@ def published_rates(model: torch.nn.Module) -> list[float]:
     return [block.drop_prob for block in blocks if getattr(block, "drop_prob", 0.0)]
 
 
+@pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
+def test_drop_path(name: str, published: PublishedCode) -> None:
+    """Ours computes a branch only for the images that keep it, the published code for all of them."""
+    pair = pair_of(published, name, img_size=64, drop_path=0.9)
+    counts = {len(rows) for _, rows in compare_training(published, pair, 3, box_on(4), img_size=64)}
+    assert 0 in counts  # a branch that no image keeps
+    assert len(counts) > 2
+
+
 @pytest.mark.parametrize("name", FIGURES)
 @torch.inference_mode()
 def test_the_recorded_figures_are_of_the_published_networks(name: str, published: PublishedCode) -> None:
