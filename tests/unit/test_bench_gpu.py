@@ -15,6 +15,7 @@ from horovod_volo.bench import comparison, gpu, step
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.cluster.world import RankResources
 from horovod_volo.core.errors import UserError
+from horovod_volo.models.registry import COMPILERS
 
 LABELS = "labels --maps 2"
 TINY: dict[str, Any] = {
@@ -94,6 +95,7 @@ def test_other_losses_of_compiled_blocks_are_refused(monkeypatch: pytest.MonkeyP
     def spoil(model: nn.Module) -> None:
         nn.init.zeros_(model.head.weight)
 
-    monkeypatch.setattr("horovod_volo.engine.state.compile_blocks", spoil)
+    inductor = COMPILERS.find("inductor")
+    monkeypatch.setitem(COMPILERS, "inductor", inductor._replace(compile_blocks=spoil))
     with pytest.raises(WrongResultError, match="with blocks compiled and without"):
         step.measure(**TINY, compile=True)

@@ -42,7 +42,7 @@ def binding(
     gpu: Device | None = None, nics: tuple[Nic, ...] = (), background: tuple[int, ...] = ()
 ) -> Binding:
     nic = nics[-1] if nics else None
-    return Binding("numa", (4, 5, 6, 7), gpu, nic, nics, background, threads=4)
+    return Binding("numa", (4, 5, 6, 7), (1,), gpu, nic, nics, background, threads=4)
 
 
 ALWAYS = {
