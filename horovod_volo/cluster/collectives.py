@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horovod_volo.cluster.watchdog_process import Heartbeat
+from horovod_volo.cluster.heartbeat import Heartbeat
 from horovod_volo.core.errors import UserError
 
 Wait = Callable[[], None]

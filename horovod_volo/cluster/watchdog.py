@@ -18,15 +18,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from horovod_volo.cluster import watchdog_process
+from horovod_volo.cluster.heartbeat import DUMP, Heartbeat
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.cluster.watchdog_process import Heartbeat
 from horovod_volo.core.errors import escape_controls, print_error
 
 _FIRST_STEP_SECONDS = 1800.0  # before the first log point: it may compile
 _LEAST_SECONDS, _STEPS = 600.0, 50
+# Without site-packages, whose start-up files may import much.
+_PROGRAM = """
+import json, sys
+sys.path.append(sys.argv[1])
+from horovod_volo.cluster.watchdog_process import main
+main(**json.loads(sys.argv[2]))
+"""
+_PACKAGES = str(Path(__file__).parents[2])
 # Slurm may send them to all processes of a job; the watchdog ends with its rank.
-_NOT_FOR_IT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, watchdog_process.DUMP}
+_NOT_FOR_IT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, DUMP}
 
 
 def learned_limit(seconds_per_step: float) -> float:
@@ -50,7 +57,7 @@ class Watchdog:
         self.heartbeat.watch(self._limit)
         self._stacks = os.memfd_create("stacks")
         # Its handler is written in C: it runs without Python's lock.
-        faulthandler.register(watchdog_process.DUMP, file=self._stacks, all_threads=True)
+        faulthandler.register(DUMP, file=self._stacks, all_threads=True)
         read_end, self._told = os.pipe()
         watched = {
             "rank": read_launch_env().rank,
@@ -61,7 +68,7 @@ class Watchdog:
             "told": read_end,
             "ranks_change": ranks_change,
         }
-        command = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(watched)]
+        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, _PACKAGES, json.dumps(watched)]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)  # the process inherits the mask
         # A session of its own: signals to the rank's process group, SIGSTOP among them, do not reach it.
         descriptors = (shared, self._stacks, read_end)
@@ -84,7 +91,7 @@ class Watchdog:
         self._process.kill()
         self._process.wait()
         os.close(self._told)
-        faulthandler.unregister(watchdog_process.DUMP)
+        faulthandler.unregister(DUMP)
         os.close(self._stacks)
 
 

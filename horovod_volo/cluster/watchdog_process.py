@@ -1,26 +1,24 @@
-"""The heartbeat of a rank, and the program that watches it: python watchdog_process.py '{"rank": 0, ...}'.
+"""The program that watches a rank: `main(**{"rank": 0, ...})` in a process of its own.
 
-The program is a process of its own. Neither Python's lock nor a collective that never ends keeps it from
-reading the heartbeat, which is memory that both share. It is started by its path and imports the standard
-library alone, so that it takes milliseconds and a few MB.
+Neither Python's lock nor a collective that never ends keeps it from reading the heartbeat, which is memory
+that both share. It imports the standard library alone, so that it takes milliseconds and a few MB.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import select
 import signal
-import struct
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-DUMP = signal.SIGUSR2  # makes the rank write its stacks
+from horovod_volo.cluster.heartbeat import DUMP, Heartbeat, Progress
+
 _POLL_SECONDS, _STOPPED_SECONDS = 1.0, 5.0
 _GLOO_TIMEOUT_SECONDS = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30))
 _MISSING_SECONDS = 15.0  # after the last report, for ranks whose heartbeat or disk is slower
@@ -31,58 +29,6 @@ _STOPPED = "is stopped by a signal"
 _STATES = {"T": _STOPPED, "t": _STOPPED, "D": "waits for a disk or a file server"}
 # States in the names of reports, rank_RANK.STATE.NUMBER, so that only names need to be read.
 _WAITS, _HANGS, _WORKS = "waits", "hangs", "works"
-
-_FORMAT = struct.Struct("qqd?80s")
-
-
-class Progress(NamedTuple):
-    """What a rank has last noted."""
-
-    beats: int = 0  # how often it has noted progress
-    step: int = 0
-    limit: float = 0.0  # seconds without a beat after which the rank hangs; 0: not watched
-    waits: bool = False  # whether it waits for other ranks in a collective
-    stage: bytes = b""  # of the set-up; empty: steps
-
-    @property
-    def doing(self) -> str:
-        """Return where in the run the rank is."""
-        stage = self.stage.rstrip(b"\0").decode()
-        return f"while {stage}" if stage else f"after step {self.step}"
-
-
-class Heartbeat:
-    """The progress of a rank, which notes it, and whose watchdog reads it."""
-
-    def __init__(self, descriptor: int = -1) -> None:
-        """Share the memory behind a file descriptor; without one, nobody watches."""
-        self._memory = mmap.mmap(descriptor, _FORMAT.size)
-        self._progress, self._limit = Progress(), 0.0
-
-    def watch(self, limit: float) -> None:
-        """Let the rank count as hanging after `limit` seconds without a beat; 0: never."""
-        self._limit = limit
-        self._write(limit=limit)
-
-    def begin(self, stage: str, at_least: float = 0.0) -> None:
-        """Note that a stage begins, such as "listing the data"; `at_least` raises a lower limit for it."""
-        self._write(stage=stage.encode(), limit=max(self._limit, at_least))
-
-    def beat(self, step: int | None = None) -> None:
-        """Note that a step, or a batch of the evaluation after it, has ended; None: a part of a stage."""
-        self._write(**({} if step is None else {"step": step, "stage": b"", "limit": self._limit}))
-
-    def waits(self, waits: bool) -> None:
-        """Note whether this rank waits for others in a collective."""
-        self._write(waits=waits, beats=self._progress.beats)
-
-    def read(self) -> Progress:
-        """Return what was noted last."""
-        return Progress(*_FORMAT.unpack_from(self._memory))
-
-    def _write(self, **changes: Any) -> None:
-        self._progress = self._progress._replace(**{"beats": self._progress.beats + 1, **changes})
-        _FORMAT.pack_into(self._memory, 0, *self._progress)
 
 
 class Watch:
@@ -294,7 +240,3 @@ def main(pid: int, told: int, heartbeat: int, **watched: Any) -> None:
                 watch.begin(**json.loads(line))
             elif watch.check(memory.read()):
                 return
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

@@ -54,6 +54,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     },
     "exchange of gradients": {"sharded": "horovod_volo.cluster.sharding"},
     "logger": dict.fromkeys(("csv", "wandb", "mlflow"), "horovod_volo.monitor.further_loggers"),
+    "pictures": {"classification": "horovod_volo.pictures.classification"},
     "profiler": {"steps": "horovod_volo.profiler.step_profiler"},
     "address": dict.fromkeys(("http", "https", "s3", "gs", "az"), "horovod_volo.remote.remote_catalog"),
     "callback of every run": {"ledger": "horovod_volo.elastic.ledger"},

@@ -96,6 +96,14 @@ def decode_rgb(images: ImageFiles, index: int) -> NDArray[np.uint8]:
         raise BadSampleError(f"{images.location(index)} cannot be decoded: {error}") from error
 
 
+def thumbnail(images: ImageFiles, index: int, size: tuple[int, int]) -> Image.Image:
+    """Return an image that fits into `size`, where small ones are enlarged; raise BadSampleError."""
+    image = Image.fromarray(decode_rgb(images, index))
+    factor = min(size[0] / image.width, size[1] / image.height)
+    fitted = max(1, round(factor * image.width)), max(1, round(factor * image.height))
+    return image.resize(fitted, Image.Resampling.LANCZOS)
+
+
 def resized_shape(images: ImageFiles, index: int, size: tuple[int, int], resize: Resize) -> NDArray[np.int64]:
     """Return the height and width of an image before the crops; raise BadSampleError if it is too large."""
     shape: NDArray[np.int64] = resize(np.array([size], dtype=np.int64))[0]

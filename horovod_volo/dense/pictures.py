@@ -16,7 +16,8 @@ from horovod_volo.core.batch import IGNORED
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.dense.box_list import BoxList
 from horovod_volo.dense.scene_list import SceneList
-from horovod_volo.monitor.pictures import Picture, class_colors, encoded_picture
+from horovod_volo.monitor.logger import Picture
+from horovod_volo.monitor.pictures import class_colors, encoded_picture
 
 _HIGHEST = 256  # pixels
 _LEAST_SCORE = 0.3  # of the boxes that are drawn

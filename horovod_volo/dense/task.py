@@ -33,7 +33,7 @@ from horovod_volo.models.precision import autocast
 from horovod_volo.models.sync_batch_norm import connect_norms
 from horovod_volo.models.weights import load_fitted, read_weights
 from horovod_volo.models.weights_header import statistics_of_run
-from horovod_volo.monitor.pictures import Picture
+from horovod_volo.monitor.logger import Picture
 
 _PICTURES = 4  # in TensorBoard
 

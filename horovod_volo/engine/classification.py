@@ -41,7 +41,6 @@ from horovod_volo.engine.open_settings import (
     fit_to_model,
     with_token_size_warning,
 )
-from horovod_volo.engine.pictures import draw_batch, draw_confusions
 from horovod_volo.engine.task import Beat, Learner, Metrics, Network, Task, drop_path_seed
 from horovod_volo.models.build import (
     Forward,
@@ -56,7 +55,7 @@ from horovod_volo.models.precision import autocast
 from horovod_volo.models.registry import NORMS_OVER_RANKS
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.models.weights_header import finetune_warnings, statistics_of_run
-from horovod_volo.monitor.pictures import Picture
+from horovod_volo.monitor.logger import Picture
 from horovod_volo.objective.loss import LOSSES, Loss, LossParts, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 
@@ -220,7 +219,7 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
 
     def pictures(self) -> Mapping[str, Picture]:
         """Return the worst confusions of the last evaluation."""
-        return draw_confusions(self.images.held_out, self.confusions)
+        return _drawing().confusions(self.images.held_out, self.confusions)
 
     def files(self, step: int) -> Mapping[str, str]:
         """Return the confusions of the last evaluation, and forget them: the next one is of a later step."""
@@ -230,7 +229,25 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
     def training_pictures(self, batch: TrainBatch, step: int) -> Mapping[str, Picture]:
         """Return pictures of the first images of a micro-batch, the first of a step."""
         mix = self.mix(step, 0)
-        return draw_batch(batch, mix, self.criterion, self.network, self.images.train.classes, self.config)
+        classes = self.images.train.classes
+        return _drawing().batch(batch, mix, self.criterion, self.network, classes, self.config)
+
+
+class Drawing(NamedTuple):
+    """What draws a micro-batch, and the confusions of an evaluation (pictures/classification.py)."""
+
+    batch: Callable[..., Mapping[str, Picture]]
+    confusions: Callable[..., Mapping[str, Picture]]
+
+
+PICTURES: Registry[Drawing] = Registry("pictures", "--images-every")
+
+
+def _drawing() -> Drawing:
+    """Return what draws pictures; without that extra, none are drawn."""
+    if PICTURES.has_extra("classification"):
+        return PICTURES.find("classification")
+    return Drawing(lambda *_: {}, lambda *_: {})
 
 
 def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from horovod_volo.cluster.watchdog_process import Heartbeat
+from horovod_volo.cluster.heartbeat import Heartbeat
 from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config

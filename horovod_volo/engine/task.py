@@ -23,7 +23,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.ordered_batches import OrderedBatches
-from horovod_volo.monitor.pictures import Picture
+from horovod_volo.monitor.logger import Picture
 
 MicroBatch = TypeVar("MicroBatch")
 Outputs = TypeVar("Outputs")  # of the network for a micro-batch

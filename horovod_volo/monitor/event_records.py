@@ -28,8 +28,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 from torch import Tensor
 
-from horovod_volo.monitor.logger import HparamValue
-from horovod_volo.monitor.pictures import Picture
+from horovod_volo.monitor.logger import HparamValue, Picture
 
 _RGB = 3  # TensorBoard's number of this color space
 _BINS = 30  # what TensorBoard shows: it merges more

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
@@ -22,14 +22,20 @@ from horovod_volo.core.names import Registry
 if TYPE_CHECKING:  # pages about runs read metrics.jsonl, and need neither
     from torch import Tensor
 
-    from horovod_volo.monitor.pictures import Picture
-
 METRICS = "metrics.jsonl"
 TRAIN, EVALUATION = "train", "evaluation"  # kinds of records
 
 HparamValue = bool | float | str
 MetricsRecord = dict[str, Any]
 Values = dict[str, float | int]
+
+
+class Picture(NamedTuple):
+    """An encoded PNG image in colours."""
+
+    png: bytes
+    width: int
+    height: int
 
 
 @dataclass(frozen=True)

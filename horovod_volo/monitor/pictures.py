@@ -6,13 +6,14 @@ import base64
 import io
 from collections import Counter
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFont
 
 from horovod_volo.core.batch import IGNORED
+from horovod_volo.monitor.logger import Picture
 
 Color = tuple[int, int, int]
 
@@ -33,14 +34,6 @@ SECONDARY_TEXT: Color = (105, 105, 105)
 BACKGROUND: Color = (255, 255, 255)
 
 _GOLDEN_RATIO = 0.618  # of the circle of hues, between neighbouring classes
-
-
-class Picture(NamedTuple):
-    """An encoded PNG image in colours."""
-
-    png: bytes
-    width: int
-    height: int
 
 
 def encoded_picture(image: Image.Image) -> Picture:

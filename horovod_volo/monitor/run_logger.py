@@ -29,12 +29,12 @@ from horovod_volo.monitor.logger import (
     TRAIN,
     AppendedFile,
     Logger,
+    Picture,
     RunDescription,
     Values,
     drop_records_after,
     read_metrics,
 )
-from horovod_volo.monitor.pictures import Picture
 from horovod_volo.monitor.progress import RunLength, TrainingProgress
 
 _FORMER_FOLDER = "tensorboard"  # where earlier versions had the events

@@ -16,8 +16,8 @@ from typing import Any
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
+from horovod_volo.data.reading import thumbnail
 from horovod_volo.engine.accuracy import Confusions
-from horovod_volo.engine.pictures import thumbnail
 from horovod_volo.monitor.pictures import inlined_jpeg
 from horovod_volo.report.curves import evaluation_chart, grouped, scaling, speed, term_charts, training_chart
 from horovod_volo.report.markup import Markup, element, escaped, folded, joined, table

@@ -13,7 +13,7 @@ from tests.documents import ROOT
 from tests.smoke.conftest import run_in_one_process
 
 EXTRAS = ("bench", "demo", "dense", "doctor", "elastic")
-EXTRAS += ("kernels", "labelling", "profiler", "remote", "report")
+EXTRAS += ("kernels", "labelling", "pictures", "profiler", "remote", "report")
 SMALL = "--model volo_demo --img-size 32 --batch-size 4"
 REFUSED = {  # by the extra that each needs
     "dense": "train {images} --task segmentation --model volo_d1",

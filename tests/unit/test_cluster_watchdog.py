@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from horovod_volo.cluster import watchdog_process
-from horovod_volo.cluster.watchdog_process import Heartbeat, Watch
+from horovod_volo.cluster.heartbeat import Heartbeat
+from horovod_volo.cluster.watchdog_process import Watch
 
 LIMIT = 20
 

@@ -20,7 +20,7 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine import classification
 from horovod_volo.engine.accuracy import WORST_CLASSES, WRONG_IMAGES, PredictionCollector, find_confusions
-from horovod_volo.engine.pictures import draw_confusions
+from horovod_volo.pictures.classification import draw_confusions
 from tests.gpu.synchronisation import RefuseSynchronisation
 
 

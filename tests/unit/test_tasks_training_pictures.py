@@ -13,9 +13,9 @@ from torch import nn
 from horovod_volo.config.command_line import build_config
 from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION
-from horovod_volo.engine.pictures import draw_batch
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import NO_BOX
+from horovod_volo.pictures.classification import draw_batch
 
 
 @pytest.mark.parametrize("statistics", [{}, {"mean": (0.2, 0.3, 0.4), "std": (0.5, 0.4, 0.3)}])

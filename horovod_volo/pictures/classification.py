@@ -19,18 +19,19 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.image_decoder import Normalization
-from horovod_volo.data.reading import ImageFiles, decode_rgb
+from horovod_volo.data.reading import ImageFiles, thumbnail
 from horovod_volo.engine.accuracy import WRONG_IMAGES, Confusions
+from horovod_volo.engine.classification import PICTURES, Drawing
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.volo import received_attention
 from horovod_volo.models.weights_header import statistics_of_run
+from horovod_volo.monitor.logger import Picture
 from horovod_volo.monitor.pictures import (
     BACKGROUND,
     GREY,
     SECONDARY_TEXT,
     TEXT,
     Color,
-    Picture,
     encoded_with_palette,
     load_font,
     palette_colors,
@@ -91,14 +92,6 @@ def draw_confusions(images: ImageFiles, confusions: Confusions) -> dict[str, Pic
             title = f"{row['name']}: {row['right']} of {row['images']} right; others taken for"
             cells.append(_captioned(panels, f"{title}\n{', '.join(taken_for)}", columns=WRONG_IMAGES))
     return {"worst_confusions": _sheet(cells)} if cells else {}
-
-
-def thumbnail(images: ImageFiles, index: int, size: tuple[int, int]) -> Image.Image:
-    """Return an image that fits into `size`, where small ones are enlarged; raise BadSampleError."""
-    image = Image.fromarray(decode_rgb(images, index))
-    factor = min(size[0] / image.width, size[1] / image.height)
-    fitted = max(1, round(factor * image.width)), max(1, round(factor * image.height))
-    return image.resize(fitted, Image.Resampling.LANCZOS)
 
 
 def _token_classes(batch: TrainBatch, loss: Loss) -> NDArray[np.int64] | None:
@@ -193,3 +186,6 @@ def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[Color, str]] = (
         draw.rectangle((left, top, left + _FONT, top + _FONT), fill=color)
         draw.text((left + _FONT + 5, top - 2), name, SECONDARY_TEXT, load_font(_FONT))
     return encoded_with_palette(sheet)
+
+
+PICTURES.register("classification", Drawing(draw_batch, draw_confusions))
