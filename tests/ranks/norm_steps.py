@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from horovod_volo.cluster.world import World, WorldSums
+from horovod_volo.config.schema import Model
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.dense.upernet import UperNet
 from horovod_volo.models.sync_batch_norm import SyncBatchNorm, connect_norms, synchronize_norms
 
@@ -59,8 +61,8 @@ class NormStep:
 
 def upernet() -> UperNet:
     """Return a small network that drops nothing at random."""
-    sizes = {"img_size": SIDE, "num_classes": CLASSES, "width": 16, "auxiliary_width": 16}
-    network = UperNet("volo_demo", drop_path=0.0, neck="lvvit", **sizes)
+    settings = Segmentation(head_width=16, auxiliary_width=16)
+    network = UperNet(Model(model="volo_demo", img_size=SIDE, drop_path=0.0), settings, CLASSES)
     for module in network.modules():
         if isinstance(module, nn.Dropout2d):
             module.p = 0.0
