@@ -15,6 +15,7 @@ from horovod_volo.demo.demo_set import make_demo_set
 
 pytest_plugins = ["tests.standstill", "tests.yielding"]
 HERE = Path(__file__).parent
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # A shell ignores SIGINT for commands in the background, and nohup SIGHUP: all that they start would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,12 +39,15 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _restore_environment() -> Iterator[None]:
-    """Remove the variables that a run in this process sets, because later tests launch ranks."""
-    before = dict(os.environ)
+def _restore_process() -> Iterator[None]:
+    """Undo what a run in this process sets, because later tests launch ranks, which inherit it."""
+    before, handlers = dict(os.environ), {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
+    for number, handler in handlers.items():
+        if handler is not None:  # None: not installed by Python
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
