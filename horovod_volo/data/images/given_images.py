@@ -12,7 +12,6 @@ import hashlib
 import json
 import operator
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.core.errors import BadSampleError, UserError, error_and_place
 from horovod_volo.data.images import catalog_file
 from horovod_volo.data.images.catalog import ImageList
 from horovod_volo.data.images.catalog_file import Label
@@ -286,12 +285,7 @@ def _label(target: Any, number: int, source: str) -> Label:
 
 
 def _failed(what: str, error: Exception) -> UserError:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())[:300]
-    return UserError(
-        f"{what} failed with {type(error).__name__}: {text} ({frame.filename}, line {frame.lineno}). Correct "
-        "the data set."
-    )
+    return UserError(f"{what} failed with {error_and_place(error)}. Correct the data set.")
 
 
 def _described(value: Any) -> str:
