@@ -30,13 +30,12 @@ PLAIN, HALVES = Steps(), Steps(micro_batches=2)
 # Two steps on the same weights: gradients of the first are not compressed.
 COMPRESSED = [Steps(compression="fp16", steps=2, lr=0.0, times=times) for times in (1.0, 1e-7)]
 OVERFLOWS = [Steps(overflow_on=1), Steps(overflow_on=1, compression="fp16"), Steps(overflow_on=1, opt="muon")]
-# The sum over two ranks does not depend on their order; that over three does, and the norm depends on the
-# shards. With a learning rate of 1e-2 rounding errors double every few steps, so some cases use a lower one
-# or double precision. AdamW's moments average gradients, which differ more than the weights.
-FP32_OF_THREE = 1e-5
+# The sum over two ranks does not depend on their order: nothing may differ. That over three does, and Horovod
+# fuses what is ready; rounding errors double every few steps, and stay small in double precision alone.
+ROUNDING = 1e-8
 FIFTY = {
     (2, "gloo"): [Steps(steps=50), Steps(steps=50, compression="fp16")],
-    (3, "gloo"): [Steps(steps=50, lr=1e-4), Steps(steps=50, double=True)],
+    (3, "gloo"): [Steps(steps=50, double=True)],
     (3, "mpi"): [
         Steps(steps=50, lr=1e-3, double=True, clip=0.5),
         Steps(steps=50, lr=1e-3, double=True, opt="sgd"),
@@ -154,7 +153,7 @@ def test_a_sharded_optimizer_gives_the_same_weights(launch, ranks, start_with, c
     for replicated, rank in zip(plain, sharded, strict=True):
         assert torch.equal(replicated["weights"], plain[0]["weights"])
         assert torch.equal(rank["weights"], sharded[0]["weights"])
-    assert_same_training(plain, sharded, 1e-6 if ranks == 2 or case.double else FP32_OF_THREE)
+    assert_same_training(plain, sharded, ROUNDING if case.double else 0.0)
     # Each rank has its shard of the two moments, and the shards have nearly equal sizes.
     elements = [rank["state_elements"] for rank in sharded]
     assert sum(elements) == plain[0]["state_elements"]
@@ -165,13 +164,13 @@ def test_a_sharded_optimizer_gives_the_same_weights(launch, ranks, start_with, c
 def test_ranks_without_a_parameter_step_save_and_restore(launch, case):
     found = launch(3, "gloo")
     assert found[case][0]["moved"] > 1e-3
-    assert_same_training(found[case], found[replace(case, sharded=True)], 1e-6)
+    assert_same_training(found[case], found[replace(case, sharded=True)], ROUNDING)
 
 
 def assert_same_training(plain: list[Any], sharded: list[Any], bound: float) -> None:
     for rank in sharded:
         assert rank["restored"]
-        assert (rank["weights"] - plain[0]["weights"]).abs().max() <= 1e-6
+        assert (rank["weights"] - plain[0]["weights"]).abs().max() <= bound
     saved = sharded[0]["state"]
     assert saved.keys() == plain[0]["state"].keys()
     for name, tensor in plain[0]["state"].items():
