@@ -13,7 +13,6 @@ import torch
 
 from horovod_volo.demo.demo_set import make_demo_set
 
-pytest_plugins = ["tests.standstill", "tests.yielding"]
 HERE = Path(__file__).parent
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # A shell ignores SIGINT for commands in the background, and nohup SIGHUP: all that they start would, too.

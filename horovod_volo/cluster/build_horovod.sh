@@ -74,7 +74,7 @@ for program in g++ make cmake; do
     command -v "$program" >/dev/null || fail "No $program found, which builds Horovod. Install it, or load its module."
 done
 
-flags="$cxx_standard $HOROVOD_BUILD_ARCH_FLAGS $gloo_flags ${HOROVOD_GPU_OPERATIONS:-} ${HOROVOD_BUILD_CUDA_CC_LIST:-}"
+flags="sleeping $cxx_standard $HOROVOD_BUILD_ARCH_FLAGS $gloo_flags ${HOROVOD_GPU_OPERATIONS:-} ${HOROVOD_BUILD_CUDA_CC_LIST:-}"
 system="$(uname -m) $(getconf GNU_LIBC_VERSION)"
 key=horovod-${version}_torch-${torch}_${tag}_mpi-${mpi}_$(printf '%s' "$flags $system" | sha256sum | cut -c1-8)
 wheel_folder=$cache/$key
@@ -113,6 +113,23 @@ trap 'rm -rf "$work"' EXIT
     sed -i "s/set(CMAKE_CUDA_STANDARD 11)/set(CMAKE_CUDA_STANDARD $cxx_standard)/" \
         "$source/horovod/common/ops/cuda/CMakeLists.txt"
 
+    # In this all-reduce, with which each cycle begins, ranks wait for the slowest one. Open MPI waits in a loop, and
+    # Linux 6.18 was seen to run such ranks and nothing else for half a minute: so sleep between two looks.
+    controller=$source/horovod/common/mpi/mpi_controller.cc
+    sed -i 's/MPI_Allreduce(MPI_IN_PLACE, bitvector/allreduce_asleep(bitvector/' "$controller"
+    [ "$(grep -c 'allreduce_asleep(' "$controller")" = 2 ] || fail "$controller has other calls of MPI_Allreduce."
+    sed -i "/^namespace common {/r /dev/stdin" "$controller" <<'CODE'
+static int allreduce_asleep(void* values, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm) {
+  MPI_Request request;
+  int done = 0, error = MPI_Iallreduce(MPI_IN_PLACE, values, count, type, op, comm, &request);
+  for (int looks = 0; error == MPI_SUCCESS && !done; ++looks) {
+    if (looks > 20) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    error = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+  }
+  return error;
+}
+CODE
+
     if [ "$nccl" != none ]; then
         # The pip package lacks the name that the linker looks for.
         mkdir "$work/nccl"
@@ -125,7 +142,7 @@ trap 'rm -rf "$work"' EXIT
     jobs=$(printf '%s\n' "$(nproc)" "$by_memory" | sort -n | head -1)
     # GCC 13 and newer no longer include these headers implicitly; CMake 4 rejects the minimum version that
     # gloo states.
-    CXXFLAGS="${CXXFLAGS:-} $gloo_flags -include cstdint -include string -include stdexcept" \
+    CXXFLAGS="${CXXFLAGS:-} $gloo_flags -include cstdint -include thread -include string -include stdexcept" \
         CMAKE_POLICY_VERSION_MINIMUM=3.5 MAKEFLAGS=-j$((jobs > 1 ? jobs : 1)) \
         "$python" -m pip wheel --no-deps --no-build-isolation -w "$work" "$source"
 

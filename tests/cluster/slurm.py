@@ -70,8 +70,6 @@ class Slurm:
         }
         self.environment["PATH"] = f"{inherited['PATH']}:{PATH}"
         self.environment["SLURM_CONF"] = f"{folder}/slurm.conf"
-        # There may be more ranks than cores, so a waiting rank must yield its core.
-        self.environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
 
     def start(self) -> None:
         """Start all daemons and wait until all nodes are idle."""

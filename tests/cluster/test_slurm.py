@@ -55,7 +55,7 @@ def assert_resumed_where_it_stopped(log: str, times: int) -> None:
 
 def test_a_recipe_trains_over_both_nodes_and_is_fine_tuned(slurm, tmp_path, images):
     # A site may give a job few of the variables of the environment in which it is submitted.
-    export = f"--export=DATA_DIR={images},OUTPUT_DIR={tmp_path}/runs,OMPI_MCA_mpi_yield_when_idle=1"
+    export = f"--export=DATA_DIR={images},OUTPUT_DIR={tmp_path}/runs"
     flags = (*SMALL, "--epochs", "1", "--batch-size", "6")
     job = slurm.submit(tmp_path, export, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)
     job.wait_for_end("COMPLETED")
