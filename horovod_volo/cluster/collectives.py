@@ -25,7 +25,7 @@ from horovod_volo.core.errors import UserError
 
 Wait = Callable[[], None]
 WaitForResult = Callable[[], Tensor]
-# A pause between two looks at a collective that is not done is a fiftieth of the wait so far: short steps lose
+# A pause between two looks at a collective that is not done: a fiftieth of the wait so far. Short steps lose
 # nothing, and a rank that waits long leaves its core to the others.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 2e-3
 BUILD = 'pip install "$(horovod-volo build_horovod)"'
