@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 
 SHOWN = 100
+MISTAKE = 2  # the exit status of a UserError
 
 
 class UserError(Exception):
@@ -41,6 +43,20 @@ def escape_controls(text: str) -> str:
 def print_error(message: str) -> None:
     """Print a message to stderr, as one line, and flush it."""
     print(escape_controls(message), file=sys.stderr, flush=True)
+
+
+def refuse_mistakes(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Have the `main` of a command that runs in one process print a UserError and return MISTAKE."""
+
+    @wraps(main)
+    def run(arguments: Sequence[str]) -> int:
+        try:
+            return main(arguments)
+        except UserError as problem:
+            print_error(f"error: {problem}")
+            return MISTAKE
+
+    return run
 
 
 def list_problems(problems: Sequence[str]) -> None:
