@@ -82,5 +82,3 @@ def test_tensorboard_has_the_worst_confusions(run_folder: Path) -> None:
     assert [picture.step for picture in shown] == [2, 4]
     with Image.open(io.BytesIO(shown[-1].encoded_image_string)) as picture:
         assert picture.size == (shown[-1].width, shown[-1].height)
-
-
