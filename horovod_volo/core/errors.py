@@ -10,7 +10,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import wraps
+from typing import ParamSpec
 
+Arguments = ParamSpec("Arguments")
 SHOWN = 100
 MISTAKE = 2  # the exit status of a UserError
 
@@ -45,13 +47,13 @@ def print_error(message: str) -> None:
     print(escape_controls(message), file=sys.stderr, flush=True)
 
 
-def refuse_mistakes(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
-    """Have the `main` of a command that runs in one process print a UserError and return MISTAKE."""
+def refuse_mistakes(work: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Have the work of a command that runs in one process print a UserError and return MISTAKE."""
 
-    @wraps(main)
-    def run(arguments: Sequence[str]) -> int:
+    @wraps(work)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         try:
-            return main(arguments)
+            return work(*args, **kwargs)
         except UserError as problem:
             print_error(f"error: {problem}")
             return MISTAKE

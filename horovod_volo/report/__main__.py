@@ -45,12 +45,8 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, as runs/NAME")
     add("--html", default="", metavar="FILE", help=f"the page (default: {PAGE} in the first RUN)")
-    add(
-        "--data-dir",
-        default="",
-        metavar="DIR",
-        help="data folder of the runs, if it has moved: pictures of the worst classes are read from it",
-    )
+    data = "data folder of the runs, if it has moved: pictures of the worst classes are read from it"
+    add("--data-dir", default="", metavar="DIR", help=data)
     return parser
 
 

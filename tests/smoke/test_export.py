@@ -26,7 +26,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """Return the one-line error message of an export that is refused."""
     capsys.readouterr()
-    assert export.main([str(argument) for argument in arguments]) == export.MISTAKE
+    assert export.main([str(argument) for argument in arguments]) == 2
     printed = capsys.readouterr()
     assert not printed.out
     (line,) = printed.err.splitlines()
