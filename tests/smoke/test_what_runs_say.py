@@ -39,7 +39,6 @@ def test_a_folder_of_classes_is_all_that_training_needs(
     ("flags", "geometry", "assumed"),
     [
         ((), "corrected geometry, maps of the image's centre crop (centre-crop:576:576)", True),
-        (("--map-geometry", "whole"), "corrected geometry, maps of the whole image", False),
         (("--label-geometry", "reference"), "reference geometry, maps of the whole image", False),
     ],
 )
