@@ -128,7 +128,7 @@ def build_parser() -> Parser:
     version2 = "DATA_DIR is ImageNet-V2: class folders 0 to 999 without splits"
     images.add_argument("--v2", action="store_true", help=version2)
     add("--real", default="", metavar="FILE", help="also compute ImageNet-ReaL accuracy from its real.json")
-    worst = f"list the N classes of lowest accuracy, or 'all'; without N {WORST_CLASSES} (default: none)"
+    worst = f"list the N classes of lowest accuracy, or 'all'; no number: {WORST_CLASSES} (default: none)"
     add("--per-class", type=_class_count, nargs="?", const=WORST_CLASSES, default=0, metavar="N", help=worst)
     _add_scene_flags(parser)
     add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")

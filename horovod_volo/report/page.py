@@ -108,11 +108,11 @@ def _worst_of_run(run: RunFolder, data_dir: str) -> Markup:
     )
     with ExitStack() as stack:
         images = _open_images(run, data_dir)
-        if images is None:
+        if images is not None:
+            stack.enter_context(closing(images))
+        elif found["worst"]:
             about += " The data folder does not have these images: where they lay is said instead. "
             about += "--data-dir names the folder where the data is now."
-        else:
-            stack.enter_context(closing(images))
         cards = [_card(row, images) for row in found["worst"]]
     return joined([element("p", about), element("div", *cards, class_="classes")])
 

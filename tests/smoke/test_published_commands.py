@@ -141,7 +141,7 @@ def test_under_a_launcher_one_rank_prints() -> None:
     lines, begin = done.stdout.splitlines(), "[0]<stdout>:"
     assert not any(line.startswith("[1]") for line in lines)
     printed = "\n".join(line.removeprefix(begin) for line in lines if line.startswith(begin))
-    assert printed.count("images per step") == 1
+    assert printed.count("     ranks  ") == 1
     batch = parse_dry_run(printed)[1]["batch"]
     assert batch == "256 images per step = 2 ranks x 128 images x 1 micro-batches"
 

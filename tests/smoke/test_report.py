@@ -40,7 +40,7 @@ def test_the_page_of_a_real_run(run_folder: Path) -> None:
     shown = page.column("Loss against epochs")
     assert {epoch: float(loss) for epoch, loss in shown.items()} == pytest.approx(losses, rel=1e-3)
     latest = records[-1]
-    assert f"raw {latest['top1']:.2f} %" in page.text
+    assert f"{latest['top1']:.2f} %" in page.text
     assert f"averaged {latest['ema_loss']:#.4g}" in page.text
     assert "finished, resumed at step 3" in page.texts("dd")
     assert "2 of 2" in page.texts("dd")
