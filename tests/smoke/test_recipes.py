@@ -173,22 +173,6 @@ def test_the_header_agrees_with_the_recipe(name: str) -> None:
         assert update["epochs"] * (images // batch) == pytest.approx(steps, rel=0.005)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in DENSE])
-def test_the_stated_hours_follow_from_the_speed(name: str) -> None:
-    cost, update = header_of(name)["Cost"], toml_of(name)["update"]
-    assert "an estimate" in cost
-    epochs = update["epochs"] + update["cooldown_epochs"]
-    reported = re.search(r"([\d,]+) hours of one RTX", cost)
-    throughput = re.search(r"([\d.]+)\s+images/s", cost)
-    work = re.search(r"([\d.]+) GFLOP an image .* ([\d.]+) TFLOP/s", cost)
-    assert reported, cost
-    assert throughput or work, cost
-    seconds = 1 / float(throughput[1]) if throughput else float(work[1]) / float(work[2]) / 1000  # type: ignore[index]
-    assert f"{epochs} epochs" in cost
-    hours = data_of(name)[0] * epochs * seconds / 3600
-    assert float(reported[1].replace(",", "")) == pytest.approx(hours, rel=0.02)
-
-
 def test_the_learning_rate_of_ssd_is_divided_before_epochs_43_and_54() -> None:
     decay = SCHEDULES.find(toml_of("ssd300_resnet50")["update"]["sched"])
     steps = {"warmup": 114, "decay_steps": 65 * 114}
