@@ -126,7 +126,7 @@ def check_shared_folder(world: World, folder: Path) -> Iterator[Finding]:
         remedy = "Name a folder that every host mounts from the same file server"
         yield failure(text, f"{remedy}: {name_another}")
     else:
-        yield ok(f"{folder}: all ranks write there, and see each other's files")
+        yield ok(f"{folder}: every rank can write there, and sees the others' files")
 
 
 def _check_allreduce(world: World) -> Iterator[Finding]:
