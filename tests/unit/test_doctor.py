@@ -8,7 +8,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 
 from horovod_volo.build_horovod import BUILD_SCRIPT
-from horovod_volo.cluster.collectives import load_horovod
 from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.cluster.world import World
@@ -225,16 +223,6 @@ def test_the_build_of_horovod_names_what_is_missing(variables: dict, message: st
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert message in done.stderr
-
-
-@pytest.mark.filterwarnings("ignore:sys.meta_path is empty:ImportWarning")  # this test empties it
-def test_a_missing_horovod_is_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
-        monkeypatch.delitem(sys.modules, name)
-    for name in ("path", "meta_path", "path_hooks"):
-        monkeypatch.setattr(sys, name, [])
-    with pytest.raises(UserError, match=r"not installed in this Python.*horovod-volo build_horovod"):
-        load_horovod()
 
 
 def test_the_interfaces_of_this_host_have_speeds() -> None:
