@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from horovod_volo.core.errors import print_error
 from horovod_volo.core.names import nearest
@@ -24,15 +24,13 @@ COMMANDS = {
     "doctor": "check an installation, its hosts and the network between them",
     "build_horovod": "build the Horovod that several ranks need, and print its wheel's path",
     "bench": "measure speed, memory and learning",
-    "completion": "print a script that completes commands and flags in bash or zsh",
 }
 DONE, MISTAKE = 0, 2
-_SHOWN_PACKAGES = ("torch", "horovod", "nvidia-dali-cuda120", "timm")
 _HELP = """horovod-volo COMMAND ..., or python -m horovod_volo.COMMAND ...
 
 {}
 
---help after a command lists its flags; --version prints the versions of what is used.
+--help after a command lists its flags; --version prints the version, the doctor those of what is used.
 On several ranks: horovodrun -np RANKS horovod-volo COMMAND ..."""
 
 
@@ -43,8 +41,7 @@ def main() -> int:
         del sys.argv[1]  # what is left is what `python -m` would have
         runpy.run_module(f"horovod_volo.{name}", run_name="__main__", alter_sys=True)
     elif name == "--version":
-        others = ", ".join(f"{package} {_version(package)}" for package in _SHOWN_PACKAGES)
-        print(f"horovod_volo {_version('horovod_volo')} ({others})")
+        print(f"horovod_volo {version('horovod_volo')}")
     elif name in ("--help", "-h"):
         print(_HELP.format("\n".join(f"  {name:<15}{text}" for name, text in COMMANDS.items())))
     else:
@@ -52,13 +49,6 @@ def main() -> int:
         print_error(f"error: there is no command {name!r}.{known}")
         return MISTAKE
     return DONE
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

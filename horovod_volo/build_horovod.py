@@ -21,22 +21,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from horovod_volo.config.arguments import Parser
-from horovod_volo.core.errors import UserError, print_error
+from horovod_volo.core.errors import refuse_mistakes
 
 BUILD_SCRIPT = Path(__file__).parent / "cluster/build_horovod.sh"
-MISTAKE = 2
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
+@refuse_mistakes
+def main(arguments: Sequence[str]) -> int:
     """Become the script that builds."""
-    try:
-        build_parser().parse_args(arguments)
-    except UserError as problem:
-        print_error(f"error: {problem}")
-        sys.exit(MISTAKE)
+    build_parser().parse_args(arguments)
     os.execvpe("bash", ["bash", str(BUILD_SCRIPT)], os.environ | {"PYTHON": sys.executable})
 
 
@@ -46,4 +41,4 @@ def build_parser() -> Parser:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

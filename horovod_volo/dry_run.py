@@ -30,21 +30,19 @@ from horovod_volo.models.weights import TIMM
 from horovod_volo.optim.build import OPTIMIZERS
 from horovod_volo.plugins import check_names, load_plugins
 
-# Name, images and classes of the data set that is assumed where the data is not on this machine.
-_IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
+# Name, images and classes of the data set that is assumed for a task where the data is not on this machine.
+_ASSUMED = {
+    "classification": ("ImageNet-1K", 1_281_167, 1_000),
+    "segmentation": ("ADE20K", 20_210, 150),
+    "detection": ("COCO 2017", 117_266, 80),
+}
 _IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
-_ADE20K = ("ADE20K", 20_210, 150)
-_COCO = ("COCO 2017", 117_266, 80)
 
-_NOT_CHOSEN = (
-    "a run without --model and --recipe chooses them for its images, which are not known here; these are the "
-    "defaults"
-)
+_NOT_CHOSEN = "a run without --model and --recipe chooses them for its images, which are not known here"
 _FP32, _BF16 = 4, 2  # bytes
 _MIN_BATCH = 2  # batch norm needs more than one value per channel
 _GIB, _MIB = 2**30, 2**20
-# The GiB that the driver reports of a GPU, by the GB in its name: RTX 3060, T4, RTX 3090, A100, A100 or H100,
-# H200.
+# The GiB that the driver reports, by the GB in a GPU's name: RTX 3060, T4, RTX 3090, A100, H100, H200.
 _GPU_GIB = {12: 11.7, 16: 14.6, 24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}
 # An assumption: CUDA's context, workspaces, DALI and NCCL take 3 GiB, and fragmentation a tenth of the rest.
 _RESERVED_GIB, _FRAGMENTED = 3, 0.1
@@ -71,8 +69,8 @@ def dry_run(config: Config, ranks: int) -> str:
     load_plugins(config.run.plugin)
     task = TASKS.find(config.model.task)
     config = task.complete(config)
-    counted = task.count(config) if config.chooses_model and config.data.data_dir else None
-    if counted is not None:
+    counted = task.count(config) if config.data.data_dir else None
+    if config.chooses_model and counted is not None:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         config = task.choose(config, counted[0], ranks, device)
     elif config.chooses_model:
@@ -81,7 +79,7 @@ def dry_run(config: Config, ranks: int) -> str:
 
 
 def measure_workload(config: Config, counted: tuple[int, int] | None = None) -> Workload:
-    """Count the images, unless that was done, and measure the model on the meta device."""
+    """Measure the model on the meta device; `counted` are its images and classes, if they are known."""
     task = TASKS.find(config.model.task)
     check_names(config)
     images, classes, warnings = _images_and_classes(config, counted)
@@ -94,15 +92,8 @@ def measure_workload(config: Config, counted: tuple[int, int] | None = None) -> 
     matrices = [parameters[name] for name in hidden_matrices(model, heads)]
     with estimated_with_kernels(config.model.kernels):
         activations = _activation_bytes(network.training_forward, model, config)
-    return Workload(
-        images=images,
-        classes=classes,
-        parameters=parameters,
-        activation_bytes=activations,
-        heads=heads,
-        matrix_elements=sum(matrix.numel() for matrix in matrices if matrix.requires_grad),
-        warnings=warnings,
-    )
+    elements = sum(matrix.numel() for matrix in matrices if matrix.requires_grad)
+    return Workload(images, classes, parameters, activations, heads, elements, warnings)
 
 
 def describe(config: Config, ranks: int, workload: Workload) -> str:
@@ -119,17 +110,10 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     gathered_bytes = workload.scalars(trained=True) * _FP32 if sharded else sent_bytes
     if OPTIMIZERS.find(config.update.opt).matrix_state_keys:
         gathered_bytes += workload.matrix_elements * _BF16  # the updates of matrices, each of one rank
-    lines = settings_lines(config, derived, list(parameters.values()), buckets)
     properties = {
         "ranks": f"{ranks}",
-        "chosen": lines["chosen"],
-        "model": lines["model"],
-        "training": lines["training"],
         "images": f"{workload.images:,} of {workload.classes:,} classes",
-        "batch": lines["batch"],
-        "lr": lines["lr"],
-        "length": lines["length"],
-        "precision": lines["precision"],
+        **settings_lines(config, derived, list(parameters.values()), buckets),
         "memory": f"about {state / _GIB:.1f} GiB of state and "
         f"{activations / _GIB:.1f} GiB of activations per rank: {_smallest_gpu(state + activations)}",
         "exchange": f"{sent_bytes / _MIB:.0f} MiB of gradients per step; "
@@ -146,10 +130,8 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
 def _smallest_gpu(used_bytes: float) -> str:
     """Describe the smallest GPU with room for the state and the activations of a rank."""
     needed = used_bytes / _GIB / (1 - _FRAGMENTED) + _RESERVED_GIB
-    for gigabytes, available in _GPU_GIB.items():
-        if needed <= available:
-            return f"a GPU of {gigabytes} GB"
-    return "more than a GPU of 141 GB has; use a smaller --batch-size, or --grad-checkpoint"
+    fitting = (f"a GPU of {size} GB" for size, available in _GPU_GIB.items() if needed <= available)
+    return next(fitting, "more than a GPU of 141 GB has; use a smaller --batch-size, or --grad-checkpoint")
 
 
 def state_bytes(config: Config, ranks: int, workload: Workload) -> float:
@@ -171,13 +153,10 @@ def _images_and_classes(config: Config, counted: tuple[int, int] | None) -> tupl
     sources = [config.data.data_dir, config.objective.token_label_data, config.model.finetune]
     paths = [source for source in sources if source and not source.startswith(TIMM)]
     warnings = [f"{path} is not on this machine" for path in paths if not Path(path).exists()]
-    if counted is None and config.data.data_dir:
-        counted = TASKS.find(config.model.task).count(config)
     if counted is not None:
         return (*counted, warnings)
-    assumed = _IMAGENET_22K if config.model.num_classes == _IMAGENET_22K[2] else _IMAGENET_1K
-    assumed = {"segmentation": _ADE20K, "detection": _COCO}.get(config.model.task, assumed)
-    name, images, classes = assumed
+    is_22k = config.model.num_classes == _IMAGENET_22K[2]
+    name, images, classes = _IMAGENET_22K if is_22k else _ASSUMED[config.model.task]
     return images, classes, [*warnings, f"the images and classes are assumed to be those of {name}"]
 
 

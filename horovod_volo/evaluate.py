@@ -110,12 +110,8 @@ def build_parser() -> Parser:
     parser = Parser(prog="horovodrun -np RANKS python -m horovod_volo.evaluate", description=__doc__)
     add = parser.add_argument
     add_flags(parser, setting_of_training("data_dir", help="folder with val/CLASS/IMAGE"))
-    add(
-        "--weights",
-        required=True,
-        metavar="SOURCE",
-        help="a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes; required",
-    )
+    weights = "a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes; required"
+    add("--weights", required=True, metavar="SOURCE", help=weights)
     add_flags(
         parser,
         *flags_of_trained_network(),
@@ -129,20 +125,11 @@ def build_parser() -> Parser:
     images = parser.add_mutually_exclusive_group()
     split = Setting(name="split", kind=Literal["train", "val"], default="val", help="split of DATA_DIR")
     add_flags(images, split)
-    images.add_argument(
-        "--v2", action="store_true", help="DATA_DIR is ImageNet-V2: class folders 0 to 999 without splits"
-    )
+    version2 = "DATA_DIR is ImageNet-V2: class folders 0 to 999 without splits"
+    images.add_argument("--v2", action="store_true", help=version2)
     add("--real", default="", metavar="FILE", help="also compute ImageNet-ReaL accuracy from its real.json")
-    add(
-        "--per-class",
-        type=_class_count,
-        nargs="?",
-        const=WORST_CLASSES,
-        default=0,
-        metavar="N",
-        help=f"list the N classes of lowest accuracy, or 'all'; without a number {WORST_CLASSES} "
-        "(default: none)",
-    )
+    worst = f"list the N classes of lowest accuracy, or 'all'; no number: {WORST_CLASSES} (default: none)"
+    add("--per-class", type=_class_count, nargs="?", const=WORST_CLASSES, default=0, metavar="N", help=worst)
     _add_scene_flags(parser)
     add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")
     catalog = "folder for the list of images, seen by all hosts; empty: runs/catalogs, where several ranks "
@@ -158,27 +145,14 @@ def build_parser() -> Parser:
 
 def _add_scene_flags(parser: Parser) -> None:
     scenes = parser.add_argument_group("segmentation and detection")
-    add_flags(
-        scenes,
-        Setting(
-            name="test_mode",
-            kind=Literal["run", "whole", "slide"],
-            default="run",
-            help="whole images, or windows of the size in training; run: as the run did",
-        ),
-    )
-    scenes.add_argument(
-        "--scales",
-        type=float,
-        nargs="+",
-        default=[1.0],
-        metavar="X",
-        help="factors of the run's --scene-size, whose probabilities are averaged (default: 1)",
-    )
-    scenes.add_argument("--flip", action="store_true", help="average with the prediction of mirrored images")
-    scenes.add_argument(
-        "--predictions", default="", metavar="FOLDER", help="write predicted classes as PNG, or boxes as JSON"
-    )
+    modes, help = Literal["run", "whole", "slide"], "whole images, or windows of the size in training; "
+    add_flags(scenes, Setting(name="test_mode", kind=modes, default="run", help=f"{help}run: as the run did"))
+    add = scenes.add_argument
+    factors = "factors of the run's --scene-size, whose probabilities are averaged (default: 1)"
+    add("--scales", type=float, nargs="+", default=[1.0], metavar="X", help=factors)
+    add("--flip", action="store_true", help="average with the prediction of mirrored images")
+    predictions = "write predicted classes as PNG, or boxes as JSON"
+    add("--predictions", default="", metavar="FOLDER", help=predictions)
 
 
 def _class_count(text: str) -> int:

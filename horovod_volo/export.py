@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, whole_number
 from horovod_volo.config.setting import Setting
-from horovod_volo.core.errors import UserError, escape_controls, print_error
+from horovod_volo.core.errors import UserError, escape_controls, print_error, refuse_mistakes
 from horovod_volo.evaluation import flags_of_trained_network
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from horovod_volo.models.onnx_export import Sides
     from horovod_volo.models.pretrained import PretrainedModel
 
-DONE, DIFFERS, MISTAKE = 0, 1, 2
+DONE, DIFFERS = 0, 1
 _TIMM_TOLERANCE, _ONNX_TOLERANCE = 1e-5, 1e-4
 _ANY_BATCH = 0
 _OTHER_SIZES = ((45, 93), (128, 80))  # height and width; a model with dynamic sides is compared with them too
@@ -42,17 +43,14 @@ class DifferentLogitsError(Exception):
     """The exported files give other logits than the network."""
 
 
+@refuse_mistakes
 def main(arguments: Sequence[str]) -> int:
     """Export one network; return the exit status."""
+    options = build_parser().parse_args(arguments)
     try:
-        options = build_parser().parse_args(arguments)
         export(options)
-    except UserError as problem:
-        print_error(f"error: {problem}")
-        return MISTAKE
     except OSError as problem:
-        print_error(f"error: cannot export to {options.folder}: {problem}. Nothing was written.")
-        return MISTAKE
+        raise UserError(f"cannot export to {options.folder}: {problem}. Nothing was written.") from None
     except DifferentLogitsError as problem:
         print_error(f"error: {problem} Nothing was written.")
         return DIFFERS
@@ -66,19 +64,10 @@ def build_parser() -> Parser:
     add("source", metavar="SOURCE", help="the weights")
     add("folder", type=Path, metavar="FOLDER", help="folder to create")
     add_flags(parser, *flags_of_trained_network())
-    add(
-        "--onnx",
-        action="store_true",
-        help="also write model.onnx; of segmentation for images of any height and width, or of --img-size if "
-        "that is given",
-    )
-    add(
-        "--batch",
-        type=_batch,
-        default=_ANY_BATCH,
-        metavar="N",
-        help="batch size of model.onnx, images, or 'dynamic' (default: dynamic)",
-    )
+    onnx = "also write model.onnx; of segmentation for images of any size, or of --img-size if that is given"
+    add("--onnx", action="store_true", help=onnx)
+    batch = "batch size of model.onnx, images, or 'dynamic' (default: dynamic)"
+    add("--batch", type=_batch, default=_ANY_BATCH, metavar="N", help=batch)
     text = "ONNX opset version of model.onnx, 18 to 23"  # those of torch's exporter; most runtimes read 18
     add_flags(parser, Setting(name="opset", kind=int, default=18, at_least=18, below=24, help=text))
     add("--force", action="store_true", help="replace an existing export in FOLDER")
@@ -105,49 +94,47 @@ def export(options: argparse.Namespace) -> None:
         _export_dense(options, task)
         return
     trained = load_network(options.source, options)
-    _print_messages(trained)
-    with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
+    with _new_folder(options, trained, trained.name) as exported:
         timm_export.write_timm_folder(trained, exported)
         difference = timm_export.timm_difference(trained, exported)
         if difference is not None:
             _check_difference("timm", difference, _TIMM_TOLERANCE)
         if options.onnx:
             _write_onnx(trained, trained.network, ["logits"], exported, options)
-        names = sorted(file.name for file in exported.iterdir())
-    print(f"{options.folder}: {trained.name} at {trained.image_side} pixels: {', '.join(names)}")
     print(timm_export.how_timm_loads(trained.name, options.folder))
 
 
 def _export_dense(options: argparse.Namespace, task: str) -> None:
     """Export a network for pixels or boxes."""
     from horovod_volo.evaluation.task_results import EXPORTS
-    from horovod_volo.models import timm_export
+    from horovod_volo.models.timm_export import fixed_images
 
     if options.model or options.aux_head != "auto" or options.mean or options.std:
         raise UserError(
             "--model, --aux-head, --mean and --std are for networks of classification. Drop them."
         )
     trained = EXPORTS.find(task)(options.source, options.img_size, options.use_ema)
-    _print_messages(trained)
-    side = trained.image_side
-    with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
+    with _new_folder(options, trained, f"{task} by {trained.config.model.model}") as exported:
         trained.write(exported)
-        difference = trained.reloaded_difference(exported, timm_export.fixed_images(2, side))
+        difference = trained.reloaded_difference(exported, fixed_images(2, trained.image_side))
         _check_difference("torch", difference, _TIMM_TOLERANCE)
         if options.onnx:
             is_dynamic = trained.takes_any_size and not options.img_size
-            sides: Sides = "dynamic" if is_dynamic else "fixed"
-            _write_onnx(trained, *trained.outputs(), exported, options, sides)
-        names = sorted(file.name for file in exported.iterdir())
-    model = trained.config.model
-    print(f"{options.folder}: {model.task} by {model.model} at {side} pixels: {', '.join(names)}")
+            _write_onnx(trained, *trained.outputs(), exported, options, "dynamic" if is_dynamic else "fixed")
 
 
-def _print_messages(trained: PretrainedModel | Trained) -> None:
-    """Print what was loaded."""
+@contextmanager
+def _new_folder(options: argparse.Namespace, trained: PretrainedModel | Trained, what: str) -> Iterator[Path]:
+    """Print what was loaded; yield the folder to write into, which exists at the end of the block."""
+    from horovod_volo.models.timm_export import atomic_folder
+
     unnamed = [] if trained.class_names else ["the weights hold no names of classes, nor will the export"]
     for message in trained.messages + unnamed:
         print(escape_controls(message))
+    with atomic_folder(options.folder, replace=options.force) as exported:
+        yield exported
+        names = sorted(file.name for file in exported.iterdir())
+    print(f"{options.folder}: {what} at {trained.image_side} pixels: {', '.join(names)}")
 
 
 def _write_onnx(
@@ -161,18 +148,10 @@ def _write_onnx(
     from horovod_volo.models.onnx_export import onnx_difference, write_onnx
     from horovod_volo.models.timm_export import ONNX
 
-    file = folder / ONNX
-    batch, side = options.batch, trained.image_side
-    write_onnx(
-        network,
-        file,
-        image_side=side,
-        batch=batch,
-        opset=options.opset,
-        outputs=outputs,
-        sides=sides,
-        properties={"classes": trained.class_names, "mean": trained.mean, "std": trained.std},
-    )
+    file, batch, side = folder / ONNX, options.batch, trained.image_side
+    properties = {"classes": trained.class_names, "mean": trained.mean, "std": trained.std}
+    how: dict[str, Any] = {"image_side": side, "batch": batch, "opset": options.opset, "sides": sides}
+    write_onnx(network, file, outputs=outputs, properties=properties, **how)
     batches = [batch] if batch else [1, 3]
     others = [(batch or 2, *size) for size in _OTHER_SIZES] if sides == "dynamic" else []
     difference = onnx_difference(network, file, image_side=side, batches=batches, others=others)

@@ -27,35 +27,32 @@ from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
 from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
-from horovod_volo.core.errors import UserError, list_problems, print_error
+from horovod_volo.core.errors import UserError, list_problems, refuse_mistakes
 from horovod_volo.monitor.progress import ThroughputLine
 
 if TYPE_CHECKING:
     from horovod_volo.data.images.split_folder import Split
 
-DONE, DAMAGED, MISTAKE = 0, 1, 2
+DONE, DAMAGED = 0, 1
 SPLITS: tuple[Split, ...] = ("train", "val")
 _MB = 10**6
 
 # Each command imports its modules itself, so that --help answers at once.
 
 
+@refuse_mistakes
 def main(arguments: Sequence[str]) -> int:
     """Pack, verify, or both; return the exit status."""
     parser = build_parser()
-    try:
-        args = parser.parse_args(arguments)
-        folders = args.folders
-        if len(folders) > 2 or (len(folders) < 2 and not (args.verify or args.catalog)):
-            parser.error("give DATA_DIR and OUT_DIR, or only a packed folder with --verify or --catalog")
-        workers = args.workers or len(os.sched_getaffinity(0))
-        status = DONE if len(folders) == 1 else _pack(folders[0], folders[1], args, workers)
-        if args.catalog:
-            _publish_catalogs(folders[-1])
-        return max(status, _verify(folders[-1], workers)) if args.verify else status
-    except UserError as problem:
-        print_error(f"error: {problem}")
-        return MISTAKE
+    args = parser.parse_args(arguments)
+    folders = args.folders
+    if len(folders) > 2 or (len(folders) < 2 and not (args.verify or args.catalog)):
+        parser.error("give DATA_DIR and OUT_DIR, or only a packed folder with --verify or --catalog")
+    workers = args.workers or len(os.sched_getaffinity(0))
+    status = DONE if len(folders) == 1 else _pack(folders[0], folders[1], args, workers)
+    if args.catalog:
+        _publish_catalogs(folders[-1])
+    return max(status, _verify(folders[-1], workers)) if args.verify else status
 
 
 def build_parser() -> Parser:
@@ -78,12 +75,8 @@ def build_parser() -> Parser:
         setting_of_training("seed", default=0, help="seed of the shuffled order"),
         setting_of_training("bad_samples", default="fail", help=status),
     )
-    add(
-        "--from",
-        dest="records",
-        choices=("tfrecord", "recordio"),
-        help="convert shards of this format (MXNet's RecordIO, TFRecord as of ImageNet)",
-    )
+    records = "convert shards of this format (MXNet's RecordIO, TFRecord as of ImageNet)"
+    add("--from", dest="records", choices=("tfrecord", "recordio"), help=records)
     add("--no-shuffle", action="store_true", help="keep the order of the images, class by class")
     add("--catalog", action="store_true", help="list the images of shards, to read these from a server")
     add("--verify", action="store_true", help="read all shards and compare their checksums")
@@ -96,10 +89,7 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
 
     masks, left_out = "images with masks", list[str]()
     sizes = {"shard_images": args.shard_images, "shard_bytes": args.shard_size_mb * _MB}
-    common: dict[str, Any] = {
-        "workers": workers,
-        "progress": lambda split: ThroughputLine(f"images of {split}"),
-    }
+    common: dict[str, Any] = {"workers": workers, "progress": _progress}
     try:
         if PACKERS.has_extra(masks) and not args.records and PACKERS.find(masks).fits(data_dir):
             if args.resize:
@@ -110,10 +100,8 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
             options = PackOptions(**sizes, **how, shorter_side=args.resize)
             left_out = pack(data_dir, out, options, records=args.records, **common)
     except OSError as error:
-        raise UserError(
-            f"cannot pack into {out}: {error}. Correct this and run the same command again: finished "
-            "shards are reused."
-        ) from error
+        remedy = "Correct this and run the same command again: finished shards are reused."
+        raise UserError(f"cannot pack into {out}: {error}. {remedy}") from error
     list_problems(left_out)
     if left_out:
         print(f"{len(left_out)} images were left out", file=sys.stderr)
@@ -150,6 +138,5 @@ def _verify(out: Path, workers: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(
-        run_until_signal(main, "stopped; finished shards are kept, and the same command packs the others")
-    )
+    outcome = "stopped; finished shards are kept, and the same command packs the others"
+    sys.exit(run_until_signal(main, outcome))

@@ -22,25 +22,23 @@ from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, whole_number
 from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
-from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
+from horovod_volo.core.errors import UserError, escape_controls, list_problems, refuse_mistakes
 from horovod_volo.evaluation import add_crops_flag, flags_of_trained_network
 
 if TYPE_CHECKING:
     from horovod_volo.evaluation.predictions import Classes
 
-DONE, LEFT_OUT, MISTAKE = 0, 1, 2
+DONE, LEFT_OUT = 0, 1
 _STDIN = "-"
 
 # Heavy modules are imported where they are used, so that --help answers at once.
 
 
+@refuse_mistakes
 def main(arguments: Sequence[str]) -> int:
     """Predict, and print the result; return the exit status."""
     try:
         return _predict(build_parser().parse_args(arguments))
-    except UserError as problem:
-        print_error(f"error: {problem}")
-        return MISTAKE
     except BrokenPipeError:  # of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
@@ -53,10 +51,8 @@ def build_parser() -> Parser:
     add("weights", metavar="WEIGHTS", help="a run folder, a checkpoint, a file, or timm:NAME")
     add("images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or '-': names from stdin")
     add("--top", type=whole_number(1), default=5, metavar="K", help="classes of each image (default: 5)")
-    formats = Setting(
-        name="format", kind=Literal["table", "json", "csv"], default="table", help="what is printed"
-    )
-    add_flags(parser, formats)
+    kinds = Literal["table", "json", "csv"]
+    add_flags(parser, Setting(name="format", kind=kinds, default="table", help="what is printed"))
     add("--html", default="", metavar="FILE", help="also write a page with the images and their classes")
     add_flags(
         parser,

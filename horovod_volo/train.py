@@ -18,14 +18,14 @@ from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.config.command_line import PREVIEWS, Request, parse
 from horovod_volo.config.schema import Config, by_flag
-from horovod_volo.core.errors import UserError, print_error
+from horovod_volo.core.errors import UserError, refuse_mistakes
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.engine.callbacks import Callback
     from horovod_volo.engine.setup import Start
 
-DONE, MISTAKE, STOPPED = 0, 2, 75
+DONE, STOPPED = 0, 75
 
 
 def main(arguments: list[str]) -> int:
@@ -38,16 +38,12 @@ def main(arguments: list[str]) -> int:
     return _print_dry_run(request) if request.dry_run else _train(request.config)
 
 
+@refuse_mistakes
 def _print_dry_run(request: Request) -> int:
     """Print the dry run on rank 0. Horovod is not started, so no rank waits for another."""
     launch = read_launch_env()
-    if launch.rank != 0:
-        return DONE
-    try:
+    if launch.rank == 0:
         print(PREVIEWS.find("dry run")(request.config, request.ranks or launch.size))
-    except UserError as problem:
-        print_error(f"error: {problem}")
-        return MISTAKE
     return DONE
 
 

@@ -99,8 +99,7 @@ def commands_page() -> str:
         _GENERATED,
         "# Commands",
         "`horovod-volo COMMAND ...` equals `python -m horovod_volo.COMMAND ...`. Without a command it "
-        "lists all commands; `--help` after a command prints its flags, and `--version` the versions of the "
-        "package and of what it uses.",
+        "lists all commands; `--help` after a command prints its flags; `doctor` prints the versions in use.",
         _table(("Command", "What it does"), [(f"[{n}](#{n})", _sentence(t)) for n, t in COMMANDS.items()]),
     ]
     for name, text in COMMANDS.items():

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec
 
+Arguments = ParamSpec("Arguments")
 SHOWN = 100
+MISTAKE = 2  # the exit status of a UserError
 
 
 class UserError(Exception):
@@ -41,6 +45,20 @@ def escape_controls(text: str) -> str:
 def print_error(message: str) -> None:
     """Print a message to stderr, as one line, and flush it."""
     print(escape_controls(message), file=sys.stderr, flush=True)
+
+
+def refuse_mistakes(work: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Have the work of a command that runs in one process print a UserError and return MISTAKE."""
+
+    @wraps(work)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        try:
+            return work(*args, **kwargs)
+        except UserError as problem:
+            print_error(f"error: {problem}")
+            return MISTAKE
+
+    return run
 
 
 def list_problems(problems: Sequence[str]) -> None:

@@ -65,8 +65,9 @@ def main(arguments: Sequence[str]) -> int:
         hosts, controller = collected.hosts or [os.uname().nodename], world.controller if world else "none"
         status = _publish(build_report(launch, by_rank, hosts, controller), options.json)
     elif problem:  # rank 0 has this rank's findings if they were collected
-        findings = [] if collected.another_failed else [problem]
-        _print_failures(findings if collected.by_rank else [*findings, *own], launch.rank)
+        for finding in [problem] if collected.by_rank else [problem, *own]:
+            if finding.level == "failure":
+                print_error(f"rank {launch.rank}: {finding.subject}: {finding.text}. {finding.remedy}")
     if world and not problem:
         # The launcher kills all ranks when the first one exits: wait until the report is out.
         return int(world.broadcast_object(status))
@@ -94,14 +95,10 @@ def _check_this_rank(launch: LaunchEnv, binding: Binding) -> list[Finding]:
         "binding": partial(host.check_binding, binding),
         "memory": partial(host.check_memory, launch.local_size),
         "/dev/shm": partial(host.check_shared_memory, launch.local_size, bool(binding.gpu)),
-        "leftovers": host.check_leftovers,
         "open files": partial(host.check_open_files, launch.size),
         "network": host.check_interfaces,
         "environment": host.check_command_lines,
-        "rendezvous": host.check_rendezvous,
     }
-    if launch.size == 1:  # several ranks would wait for each other's compilers
-        checks["kernels"] = installation.check_kernels
     return [finding for subject, check in checks.items() for finding in run_check(subject, check)]
 
 
@@ -125,12 +122,6 @@ def _publish(report: dict[str, Any], json_file: str) -> int:
             print_error(f"error: {error}")
             return MISTAKE
     return FAILED if report["failures"] else DONE
-
-
-def _print_failures(findings: Sequence[Finding], rank: int) -> None:
-    for finding in findings:
-        if finding.level == "failure":
-            print_error(f"rank {rank}: {finding.subject}: {finding.text}. {finding.remedy}")
 
 
 def build_parser() -> Parser:

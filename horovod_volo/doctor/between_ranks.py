@@ -1,4 +1,4 @@
-"""Collects the findings of all ranks, and compares their versions, code, settings, time, folders and sums.
+"""Collects the findings of all ranks, and compares their versions, code, settings, folders and sums.
 
 A separate thread calls Horovod. The main thread keeps a time limit and receives SIGTERM, which the launcher
 sends when another rank has failed; a thread that waits inside Horovod can do neither.
@@ -32,7 +32,7 @@ from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.environment import PACKAGE, code_hashes, package_versions
 from horovod_volo.core.errors import UserError
-from horovod_volo.doctor.host import list_interfaces
+from horovod_volo.doctor.host import interface_speeds
 from horovod_volo.doctor.report import Check, Finding, failure, from_error, ok, warning
 
 # If ranks differ in one of these, they wait for each other forever or compute wrong sums. The names are
@@ -44,10 +44,6 @@ _SETTINGS = re.compile(
 )
 _DIFFERENCES_SHOWN = 3
 
-_TOLERATED_SECONDS = 1.0  # between clocks
-_CLOCK_READINGS = 4
-
-_SLOW_FOLDER_SECONDS = 1.0
 _VISIBLE_SECONDS, _POLL_SECONDS = 3.0, 0.05  # network file systems show the files of other hosts with a delay
 
 _LARGE_BYTES = 16 * 2**20
@@ -73,7 +69,6 @@ def list_checks(world: World, folder: Path) -> dict[str, Check]:
             ("settings", settings, "Set it before horovodrun, or use mpirun -x NAME."),
         ):
             checks[subject] = partial(_compare_with_rank_zero, world, values, remedy)
-        checks["clock"] = partial(_check_clock, world)
         checks["ring"] = partial(_check_allreduce, world)
     return checks
 
@@ -96,27 +91,6 @@ def compare(mine: Mapping[str, str], rank_zero: Mapping[str, str], remedy: str) 
     return failure("; ".join(different), remedy)
 
 
-def _check_clock(world: World) -> Iterator[Finding]:
-    readings = []
-    for _ in range(_CLOCK_READINGS):
-        world.allgather_object(None)  # ends on all ranks within milliseconds
-        readings.append(time.time())
-    of_rank_zero = world.broadcast_object(readings)
-    if len(set(world.hosts())) > 1:
-        # A rank may have been interrupted after one of the exchanges.
-        ahead = (mine - its for mine, its in zip(readings, of_rank_zero, strict=True))
-        yield assess_clock(min(ahead, key=abs))
-
-
-def assess_clock(ahead_seconds: float) -> Finding:
-    """Report a clock that is too far ahead of rank 0's, or behind it."""
-    if abs(ahead_seconds) <= _TOLERATED_SECONDS:
-        return ok(f"within {_TOLERATED_SECONDS:g} s of rank 0's")
-    where = "ahead of" if ahead_seconds > 0 else "behind"
-    text = f"{abs(ahead_seconds):.1f} s {where} rank 0's: times in logs and of files cannot be compared"
-    return warning(text, "Synchronize the hosts' clocks with NTP; see `timedatectl` on each.")
-
-
 def check_shared_folder(world: World, folder: Path) -> Iterator[Finding]:
     """Write a file on every rank, and wait until it sees those of all ranks. Collective.
 
@@ -124,7 +98,7 @@ def check_shared_folder(world: World, folder: Path) -> Iterator[Finding]:
     """
     token = world.broadcast_object(secrets.token_hex(8))
     names = [f".doctor-{token}-{rank}" for rank in range(world.size)]
-    problem, existing, start = "", folder, time.monotonic()
+    problem, existing = "", folder
     try:
         try:
             existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -132,13 +106,13 @@ def check_shared_folder(world: World, folder: Path) -> Iterator[Finding]:
                 pass
         except OSError as error:
             problem = error.strerror or str(error)
-        by_rank = world.allgather_object((problem, time.monotonic() - start, socket.gethostname()))
-        invisible = [rank for rank, (other, _, _) in enumerate(by_rank) if not other]
+        by_rank = world.allgather_object((problem, socket.gethostname()))
+        invisible = [rank for rank, (other, _) in enumerate(by_rank) if not other]
         start = time.monotonic()
         while invisible and time.monotonic() < start + _VISIBLE_SECONDS:
             invisible = [rank for rank in invisible if not (existing / names[rank]).exists()]
             time.sleep(_POLL_SECONDS if invisible else 0)
-        waited = max(world.allgather_object(time.monotonic() - start))
+        world.allgather_object(None)  # every rank has looked
     finally:
         with suppress(OSError):
             (existing / names[world.rank]).unlink()
@@ -147,21 +121,12 @@ def check_shared_folder(world: World, folder: Path) -> Iterator[Finding]:
         remedy = f"Mount it for writing, give this user permission (see `ls -ld {existing}`), or name another"
         yield failure(f"{folder}: cannot write there: {problem}", f"{remedy}: {name_another}")
     elif invisible:
-        hosts = ", ".join(dict.fromkeys(by_rank[rank][2] for rank in invisible))
+        hosts = ", ".join(dict.fromkeys(by_rank[rank][1] for rank in invisible))
         text = f"{folder}: is not shared: ranks {cpu_ranges(invisible)} (on {hosts}) write to another folder"
         remedy = "Name a folder that every host mounts from the same file server"
         yield failure(text, f"{remedy}: {name_another}")
     else:
-        yield assess_folder(folder, max(seconds for _, seconds, _ in by_rank), waited)
-
-
-def assess_folder(folder: Path, written_seconds: float, visible_seconds: float) -> Finding:
-    """Report whether the folder is fast enough for checkpoints."""
-    text = f"{folder}: a file is on the disk after {written_seconds * 1000:.0f} ms, "
-    text += f"and visible to all ranks {visible_seconds * 1000:.0f} ms later"
-    if max(written_seconds, visible_seconds) > _SLOW_FOLDER_SECONDS:
-        return warning(text, "Training waits for its checkpoints: name a faster folder.")
-    return ok(text)
+        yield ok(f"{folder}: every rank can write there, and sees the others' files")
 
 
 def _check_allreduce(world: World) -> Iterator[Finding]:
@@ -174,7 +139,7 @@ def _check_allreduce(world: World) -> Iterator[Finding]:
     # A ring sends 2 (n - 1) / n of the data over each link.
     bandwidth = 2 * (world.size - 1) / world.size * _LARGE_BYTES / best
     is_correct = all(torch.allclose(tensor, torch.ones_like(tensor), rtol=1e-3) for tensor in (small, large))
-    fastest = max((one.megabits for one in list_interfaces() if one.up), default=0)
+    fastest = max(interface_speeds().values(), default=0)
     slowest = min(world.allgather_object(fastest)) if len(set(world.hosts())) > 1 else 0
     found = assess_allreduce(latency, bandwidth, is_correct, slowest, "GPUs" if small.is_cuda else "CPUs")
     # All ranks report rank 0's measurement, so that the report has one line for it.
@@ -201,10 +166,8 @@ def assess_allreduce(
     least = _MIN_FRACTION_OF_LINE * line_megabits * 1e6 / 8 or _MIN_BYTES_PER_SECOND
     longest = _MAX_SECONDS + _MAX_CYCLES * float(os.environ.get("HOROVOD_CYCLE_TIME", "1")) / 1000
     if bandwidth < least:
-        remedy = (
-            "Name the fast interface: horovodrun --network-interface NAME, or mpirun -mca btl_tcp_if_include"
-        )
-        remedy += " NAME. Check that no other jobs run on these hosts."
+        remedy = "Name the fast interface: horovodrun --network-interface NAME, or mpirun -mca "
+        remedy += "btl_tcp_if_include NAME. Check that no other jobs run on these hosts."
         yield warning(f"{measured}: at least {least / 1e6:.0f} MB/s were expected", remedy)
     if latency > longest:
         remedy = "Look for other processes on the hosts' cores, and for idle ranks (HOROVOD_LOG_LEVEL=debug)."
@@ -221,7 +184,6 @@ class CollectedFindings:
     hosts: list[str] = field(default_factory=list)  # by rank
     world: World | None = None
     problem: Finding | None = None  # why the findings are incomplete
-    another_failed: bool = False  # that is the reason, and the other rank prints it
 
 
 class _TerminatedError(Exception):
@@ -243,7 +205,7 @@ def collect_findings(own: list[Finding], binding: Binding, folder: Path) -> Coll
             collected.problem = _incomplete(f"did not {what} within {_COLLECTING_SECONDS:.0f} s")
     except _TerminatedError:
         text = "the launcher ended this rank while it waited for the others: one of them has failed"
-        collected.problem, collected.another_failed = _incomplete(text), True
+        collected.problem = _incomplete(text)
     finally:
         if by_launcher:
             # Print the report first; the launcher can still send SIGKILL.

@@ -1,23 +1,16 @@
 """Checks what the ranks of a host share: CPUs, memory, shared memory, open files and the network.
 
-Nothing is removed: what is left in shared memory is named with the command that removes it. Values of
-environment variables are never part of a finding, because reports are passed on.
+Values of environment variables are never part of a finding, because reports are passed on.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import resource
-import shlex
 import socket
-import struct
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.topology import list_gpus, read_host, read_text_or_empty
@@ -31,16 +24,6 @@ MEMORY_NEEDED, MEMORY_WANTED = _GIB, 4 * _GIB
 SHARED_NEEDED, SHARED_NEEDED_BY_GPU = 5 * _MIB, 32 * _MIB
 # 64 open shards, sockets (gloo: four for each rank), logs and libraries; CUDA opens hundreds.
 FILES_NEEDED, FILES_WANTED, FILES_FOR_EACH_RANK = 128, 512, 4
-# What processes that were killed may leave in /dev/shm, by the names of the files. Open MPI's have the host:
-# a container that shares the folder does not see the processes of another one.
-_LEFT_IN_SHARED_MEMORY = {
-    "vader_segment.{host}.{user}.*": "Open MPI",
-    "sem.mp-*": "Python's multiprocessing",
-    "torch_*": "PyTorch",
-    "nccl-*": "NCCL",
-}
-
-_SIOCGIFADDR = 0x8915
 _IFF_UP = 0x1
 _SECRET_NAME = re.compile(
     r"(TOKENS?|SECRETS?|PASSW(OR)?DS?|PASSPHRASE|CREDENTIALS?|(API|ACCESS|PRIVATE|(?<![a-z]))KEYS?)(_|$)",
@@ -50,7 +33,6 @@ _NAME_OF_PLACE = re.compile(r"_(FILE|PATH|DIR|SOCK|URL)$", re.I)
 # horovodrun sets this one with all others in the command line of each rank, quoted for one shell or two.
 _OF_RANK = b" HOROVOD_RANK="
 _SET_VARIABLE = re.compile(rb"""[\s'"]([A-Za-z_]\w*)=['"]*[^'"\s]""")
-_OTHER_LOOPBACK = "127.0.0.2"  # of this host too, but only a server of all interfaces listens there
 
 
 def check_topology() -> Iterator[Finding]:
@@ -123,56 +105,9 @@ def check_shared_memory(ranks: int, on_gpu: bool, folder: Path = Path("/dev/shm"
     else:
         yield failure(
             f"{text}: {'NCCL and MPI' if on_gpu else 'MPI'} may need {per_rank // _MIB} MiB for each rank",
-            "As root: mount -o remount,size=1G /dev/shm. A container is started with --shm-size=1g.",
+            "Remove what killed processes have left there (`ls -l /dev/shm`), or enlarge it: mount -o "
+            "remount,size=1G /dev/shm as root; a container is started with --shm-size=1g.",
         )
-
-
-def check_leftovers(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """Warn of each kind of files in shared memory that killed processes of this user have left.
-
-    Only files older than all of their kind that are in use: the command that removes them spares the others.
-    """
-    user, host, now = os.getuid(), os.uname().nodename, time.time()
-    for pattern, owner in _LEFT_IN_SHARED_MEMORY.items():
-        name, states = pattern.format(host=host, user=user), []
-        for path in filter(Path.is_file, folder.glob(name)):
-            with suppress(FileNotFoundError):  # another process has removed it since
-                states.append(path.lstat())
-        # Listed after the files: whoever uses one of them is among the processes.
-        used = _files_in_use(user) if states else set()
-        oldest_in_use = min([now, *(one.st_mtime for one in states if _device_and_inode(one) in used)])
-        left = [one for one in states if one.st_uid == user and one.st_mtime < oldest_in_use - 1]
-        if left:
-            until = int(max(one.st_mtime for one in left)) + 1
-            mib = sum(one.st_blocks for one in left) / 2048
-            count = f"{len(left)} file{'s' if len(left) > 1 else ''}"
-            text = f"{count} of {owner} in {folder}, {mib:.1f} MiB: left by processes that were killed, and "
-            text += "used by none. To remove them"
-            which = f"-type f -user {user} -name {shlex.quote(name)} ! -newermt @{until}"
-            yield warning(text, f"find {folder} {which} -delete")
-
-
-def _files_in_use(user: int) -> set[str]:
-    """Return the files that processes of this user map or hold open, by `_device_and_inode`.
-
-    Their paths in /proc do not tell: the C library links a semaphore from a file of another name.
-    """
-    used = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended, or is of another container
-            if process.stat().st_uid != user:
-                continue
-            maps = (process / "maps").read_text(errors="replace").splitlines()
-            used |= {" ".join(line.split(maxsplit=5)[3:5]) for line in maps}
-            for opened in (process / "fd").iterdir():
-                with suppress(FileNotFoundError):  # it was closed since
-                    used.add(_device_and_inode(opened.stat()))
-    return used
-
-
-def _device_and_inode(state: os.stat_result) -> str:
-    """Return what identifies a file, in the form of /proc/PID/maps."""
-    return f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x} {state.st_ino}"
 
 
 def check_open_files(ranks: int) -> Iterator[Finding]:
@@ -190,46 +125,26 @@ def check_open_files(ranks: int) -> Iterator[Finding]:
         yield failure(f"at most {soft}, but a rank of {ranks} needs {needed}", f"{remedy}.")
 
 
-class Interface(NamedTuple):
-    """One network interface of this host."""
-
-    name: str
-    address: str  # IPv4; empty: none
-    megabits: int  # per second; 0: unknown
-    up: bool
-
-    def __str__(self) -> str:
-        speed = f"{self.megabits / 1000:g} Gb/s" if self.megabits else "speed unknown"
-        return f"{self.name} {self.address or 'without address'} ({speed if self.up else 'down'})"
-
-
-def list_interfaces() -> list[Interface]:
-    """Return this host's interfaces, without the loopback."""
-    interfaces = []
+def interface_speeds() -> dict[str, int]:
+    """Return the megabits per second, 0 if unknown, of this host's interfaces that are up, by name."""
+    speeds = {}
     for name in sorted({name for _, name in socket.if_nameindex()} - {"lo"}):
         folder = Path("/sys/class/net", name)
         speed = read_text_or_empty(folder / "speed")  # -1 or unreadable where the interface does not know
-        is_up = bool(int(read_text_or_empty(folder / "flags") or "0", 16) & _IFF_UP)
-        interfaces.append(Interface(name, _address(name), int(speed) if speed.isdecimal() else 0, is_up))
-    return interfaces
-
-
-def _address(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
-        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return ""
+        if int(read_text_or_empty(folder / "flags") or "0", 16) & _IFF_UP:
+            speeds[name] = int(speed) if speed.isdecimal() else 0
+    return speeds
 
 
 def check_interfaces() -> Iterator[Finding]:
-    """List this host's network interfaces, and check that gloo's exists."""
-    usable = [one for one in list_interfaces() if one.up or one.address]
-    host, names = socket.gethostname(), [one.name for one in usable]
-    yield ok(f"{host}: {', '.join(map(str, usable)) or 'only the loopback'}")
+    """List this host's network interfaces that are up, and check that gloo's is one of them."""
+    speeds, host = interface_speeds(), socket.gethostname()
+    shown = [f"{name} ({speed / 1000:g} Gb/s)" if speed else name for name, speed in speeds.items()]
+    yield ok(f"{host}: {', '.join(shown) or 'only the loopback'}")
     gloo_interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
-    if gloo_interface not in ("", "lo", *names):
+    if gloo_interface not in ("", "lo", *speeds):
         text = f"HOROVOD_GLOO_IFACE is {gloo_interface}, which is missing or down on {host}"
-        yield failure(text, f"Name one that is up: {', '.join(names) or 'lo'}.")
+        yield failure(text, f"Name one that is up: {', '.join(speeds) or 'lo'}.")
 
 
 def check_command_lines() -> Iterator[Finding]:
@@ -256,20 +171,3 @@ def secret_names(command_line: bytes) -> set[str]:
     arguments = [argument for argument in command_line.split(b"\0") if _OF_RANK in argument]
     names = {name.decode() for argument in arguments for name in _SET_VARIABLE.findall(argument)}
     return {name for name in names if _SECRET_NAME.search(name) and not _NAME_OF_PLACE.search(name)}
-
-
-def check_rendezvous(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Warn if the rendezvous server of horovodrun is on this host and listens on all interfaces."""
-    address, port = (environment.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}", "") for name in ("ADDR", "PORT"))
-    if not address or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((_OTHER_LOOPBACK, int(port)), timeout=1).close()
-    except OSError:
-        return
-    yield warning(
-        f"horovodrun's server at {address}:{port} listens on all interfaces, without authentication; it, "
-        "and ranks that connect through gloo, unpickle what they are sent: who reaches them can run code",
-        "Use a trusted network only: set NETWORK_INTERFACE in jobs/env.sh, or HOROVOD_GLOO_IFACE, to a "
-        "private interface, and close the hosts' ports to other networks; or start with mpirun.",
-    )

@@ -1,4 +1,4 @@
-"""Checks the installed packages, Horovod's MPI, the GPUs with their driver, and this package's kernels."""
+"""Checks the installed packages, Horovod's MPI, and the GPUs with their driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 from horovod_volo.cluster.launch_env import read_launch_env
@@ -27,7 +26,6 @@ def check_torch() -> Iterator[Finding]:
     import torch
 
     yield ok(f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}")
-    yield from compare_release("torch", importlib.metadata.version("torch"))
 
 
 def check_horovod() -> Iterator[Finding]:
@@ -56,13 +54,10 @@ def check_horovod() -> Iterator[Finding]:
 
 def _mpirun_version() -> str:
     """Return the version line of the mpirun on PATH; empty without one."""
-    program = shutil.which("mpirun")
-    if program is None:
+    if shutil.which("mpirun") is None:
         return ""
-    command = [program, "--version"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_VERSION_TIMEOUT_SECONDS, check=False
-    )
+    command, seconds = ["mpirun", "--version"], _VERSION_TIMEOUT_SECONDS
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     return next(iter(f"{done.stdout}{done.stderr}".splitlines()), "").strip()
 
 
@@ -106,9 +101,7 @@ def check_dali() -> Iterator[Finding]:
 def check_timm() -> Iterator[Finding]:
     """Report the version of timm, once it imports."""
     importlib.import_module("horovod_volo.models.timm_api")
-    version = importlib.metadata.version("timm")
-    yield ok(version)
-    yield from compare_release("timm", version)
+    yield ok(importlib.metadata.version("timm"))
 
 
 def check_apex() -> Iterator[Finding]:
@@ -124,21 +117,6 @@ def check_apex() -> Iterator[Finding]:
         yield replace(from_error(error), level="warning")
     else:
         yield ok("NVIDIA's, with its CUDA kernels")
-
-
-def compare_release(package: str, installed: str) -> Iterator[Finding]:
-    """Warn if a version is below the range of this package's requirements."""
-    for line in importlib.metadata.requires("horovod_volo") or ():
-        needed = re.match(rf"{package}\b[^;]*>=([\d.]+)", line)
-        # Of "2.8.0a0+cuda", as containers have it, the numbers before the first other part count.
-        release = re.match(r"[\d.]*\d", installed)
-        if needed and release and _numbers(release[0]) < _numbers(needed[1]):
-            remedy = "Install a newer version: pip install --upgrade horovod_volo, or run ./tools/setup."
-            yield warning(f"is {installed}, but at least {needed[1]} is needed", remedy)
-
-
-def _numbers(version: str) -> list[int]:
-    return list(map(int, version.split(".")))
 
 
 def check_gpus() -> Iterator[Finding]:
@@ -193,26 +171,3 @@ def check_rdma(root: Path = Path("/")) -> Iterator[Finding]:
             "gradients between hosts go through the memory of the host: nvidia_peermem is not loaded",
             "Run `modprobe nvidia_peermem` on every host. NCCL_DEBUG=INFO then says GDRDMA for each channel.",
         )
-
-
-def check_kernels() -> Iterator[Finding]:
-    """Check the Triton kernels on the first GPU, as a run of VOLO-D1 does when it starts."""
-    import torch
-
-    from horovod_volo.config.recipe import assemble
-    from horovod_volo.models.build import build_model
-
-    if not torch.cuda.is_available():
-        return
-    config = assemble({"model": "volo_d1", "batch_size": 64, "precision": "bf16"}, fallback_name="")
-    with torch.device("meta"):
-        model = build_model("volo_d1", img_size=224, num_classes=1000, drop_path=0.0)
-    choice = import_module("horovod_volo.kernels.choice")
-    device = torch.device("cuda", torch.cuda.current_device())
-    for check in choice.kernel_checks(config, model, 1000, device):
-        speed, problem = choice.outcome(check)
-        if problem:
-            remedy = "Runs use PyTorch's operators for it. Report it, with the versions of torch and Triton."
-            yield warning(f"the kernel of {check.kernel} {problem}", remedy)
-        else:
-            yield ok(f"{check.kernel}: {speed:.1f} times as fast as PyTorch's operators")

@@ -21,10 +21,10 @@ Point = tuple[float, float]
 
 COLORS = 8  # in the style sheet; later curves are dashed
 _MOST_POINTS, _MOST_ROWS = 240, 25
-_LETTER, _LINE = 7.7, 16.0  # width of a letter and height of a line of text
-_MARGIN_TOP, _MARGIN_BOTTOM = 12.0, 44.0
-# Width, height, letters of a label, and ticks of the horizontal axis.
-_DRAWINGS = {"wide": (540.0, 290.0, 19, 6), "narrow": (340.0, 260.0, 12, 4)}
+_LETTER = 7.7  # width of a letter
+_MARGIN_TOP, _MARGIN_RIGHT, _MARGIN_BOTTOM = 12.0, 20.0, 44.0
+# Width, height, and ticks of the horizontal axis.
+_DRAWINGS = {"wide": (540.0, 270.0, 6), "narrow": (340.0, 240.0, 4)}
 _VERTICAL_TICKS = 5
 _ROUNDING = 1e-9  # of values that are on a tick
 
@@ -49,46 +49,32 @@ class Axis:
         """Return the text of each tick."""
         if self.is_log or max(map(abs, self.ticks)) < 1e-3:
             return [short(tick) for tick in self.ticks]
-        step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(self.ticks[0]) or 1.0
-        decimals = max(0, -math.floor(math.log10(step) + _ROUNDING))
+        decimals = max(0, -math.floor(math.log10(self.ticks[1] - self.ticks[0]) + _ROUNDING))
         return [f"{tick + 0.0:,.{decimals}f}" for tick in self.ticks]
 
 
-def linear_axis(
-    values: Sequence[float], ticks: int, *, from_zero: bool = False, tight: bool = False, whole: bool = False
-) -> Axis:
-    """Return an axis over values with about so many ticks.
-
-    `tight` ends it at the values, not at ticks; the ticks of a `whole` one are whole numbers.
-    """
+def linear_axis(values: Sequence[float], ticks: int, *, from_zero: bool = False, whole: bool = False) -> Axis:
+    """Return an axis over values with about so many ticks; those of a `whole` one are whole numbers."""
     low, high = min(values), max(values)
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         spread = abs(high) / 2 or 0.5
-        low, high = low - spread * (not from_zero), high + spread
+        low, high = low - spread, high + spread
     exact = (high - low) / ticks
     unit = 10.0 ** math.floor(math.log10(exact))
     step = min((factor * unit for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / exact)))
     step = max(step, float(whole))
     first, last = math.floor(low / step + _ROUNDING), math.ceil(high / step - _ROUNDING)
-    if tight:
-        first, last = math.ceil(low / step - _ROUNDING), math.floor(high / step + _ROUNDING)
     multiples = [float(f"{number * step:.12g}") for number in range(first, last + 1)]
-    return Axis(low, high, multiples) if tight else Axis(multiples[0], multiples[-1], multiples)
+    return Axis(multiples[0], multiples[-1], multiples)
 
 
 def log_axis(values: Sequence[float], ticks: int) -> Axis:
-    """Return a logarithmic axis over positive values: ticks at powers of ten, and between few of them."""
-    first = math.floor(math.log10(min(values)) + _ROUNDING)
-    last = max(first + 1, math.ceil(math.log10(max(values)) - _ROUNDING))
-    factors = (1, 2, 5) if last - first <= 2 else (1,)
-    powers = range(first, last + 1, -(-(last - first) // ticks))
-    candidates = [factor * 10.0**power for power in powers for factor in factors]
-    low = max(tick for tick in candidates if tick <= min(values) * (1 + _ROUNDING))
-    above = (tick for tick in candidates if tick > low and tick >= max(values) * (1 - _ROUNDING))
-    high = next(above, 10.0**last)
-    return Axis(low, high, [tick for tick in candidates if low <= tick <= high], is_log=True)
+    """Return a logarithmic axis over positive values, with ticks at powers of ten."""
+    exponents = linear_axis(list(map(math.log10, values)), ticks, whole=True).ticks
+    powers = [10.0**exponent for exponent in exponents]
+    return Axis(powers[0], powers[-1], powers, is_log=True)
 
 
 @dataclass(frozen=True)
@@ -100,13 +86,12 @@ class Curve:
     color: int = 0
     is_dashed: bool = False
     is_marked: bool = False  # each point has a dot
-    is_reference: bool = False  # grey, and without values
     raw: Sequence[Point] = ()  # the points before they were smoothed: a thin line behind
 
     @property
     def kind(self) -> str:
-        """Return the class of the style sheet that colours it."""
-        return "reference" if self.is_reference else f"c{self.color % COLORS}"
+        """Return the classes of the style sheet that colour it."""
+        return f"c{self.color % COLORS}" + " dashed" * (self.is_dashed or self.color >= COLORS)
 
 
 @dataclass(frozen=True)
@@ -119,25 +104,27 @@ class Chart:
     curves: Sequence[Curve]  # later ones over earlier ones
     is_log: bool = False
 
-    @property
-    def measured(self) -> list[Curve]:
-        """Return the curves that have values."""
-        return [curve for curve in self.curves if not curve.is_reference]
-
 
 def draw(chart: Chart) -> Markup:
-    """Return the chart as a figure."""
+    """Return the chart as a figure: its title, each curve's name and last value, and the drawings."""
     # Most charts are against epochs; it is said where one is not.
     title = f"{chart.title} against hours" if chart.across == "hours" else chart.title
-    is_smoothed = any(curve.raw for curve in chart.curves)
-    note = element("small", "bold: running mean; thin: each log point") if is_smoothed else ""
-    curves = [
-        replace(curve, points=_thinned(curve.points), raw=_thinned(curve.raw)) for curve in chart.curves
-    ]
+    smooth = any(curve.raw for curve in chart.curves)
+    note = element("small", "bold: running mean; thin: each log point") if smooth else ""
+    curves = [replace(each, points=_thinned(each.points), raw=_thinned(each.raw)) for each in chart.curves]
     thinned = replace(chart, curves=curves)
-    drawings = (_svg(thinned, kind) for kind in _DRAWINGS)
-    figure = [element("figcaption", title, note), *drawings, folded("Values", _values(chart))]
-    return element("figure", *figure, class_="chart", data_points=_tooltips(thinned))
+    parts = [element("figcaption", title, note), _legend(chart), *(_svg(thinned, kind) for kind in _DRAWINGS)]
+    values = folded("Values", _values(chart))
+    return element("figure", *parts, values, class_="chart", data_points=_tooltips(thinned))
+
+
+def _legend(chart: Chart) -> Markup:
+    items = []
+    for curve in chart.curves:
+        swatch = element("i", class_=curve.kind) if curve.label else ""
+        value = chart.what.written(curve.points[-1][1])
+        items.append(element("li", swatch, f"{curve.label} {value}".strip()))
+    return element("ul", *items, class_="legend")
 
 
 def smoothed(curve: Curve) -> Curve:
@@ -163,21 +150,18 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _svg(chart: Chart, kind: str) -> Markup:
-    width, height, letters, ticks = _DRAWINGS[kind]
-    labels = [_end_label(chart, curve, letters) for curve in chart.curves]
+    width, height, ticks = _DRAWINGS[kind]
     xs, ys = zip(*(point for each in chart.curves for point in (*each.points, *each.raw)), strict=True)
-    x = linear_axis(xs, ticks, from_zero=True, tight=True, whole=chart.across == "ranks")
+    x = linear_axis(xs, ticks, from_zero=True)
     y = linear_axis(ys, _VERTICAL_TICKS, from_zero=chart.what.from_zero)
-    if chart.is_log:
-        y = log_axis(ys, _VERTICAL_TICKS)
+    y = log_axis(ys, _VERTICAL_TICKS) if chart.is_log else y
     left = 10 + 18 * bool(chart.what.unit) + _LETTER * max(map(len, y.labels()))
-    x = replace(x, start=left, end=width - 14 - _LETTER * max(map(len, labels)))
+    x = replace(x, start=left, end=width - _MARGIN_RIGHT)
     y = replace(y, start=height - _MARGIN_BOTTOM, end=_MARGIN_TOP)
     parts = [
         _grid(chart, x, y),
         *(_path(curve.raw, x, y, f"raw {curve.kind}") for curve in chart.curves if curve.raw),
         *(_curve(curve, x, y) for curve in chart.curves),
-        _end_labels(chart.curves, labels, x, y),
     ]
     size, name = f"0 0 {width:g} {height:g}", f"{chart.title} against {chart.across}"
     return element("svg", *parts, class_=kind, viewBox=size, role="img", aria_label=name)
@@ -201,8 +185,7 @@ def _grid(chart: Chart, x: Axis, y: Axis) -> Markup:
 
 
 def _curve(curve: Curve, x: Axis, y: Axis) -> Markup:
-    is_dashed = curve.is_dashed or curve.color >= COLORS
-    parts = [_path(curve.points, x, y, f"curve {curve.kind}" + " dashed" * is_dashed)]
+    parts = [_path(curve.points, x, y, f"curve {curve.kind}")]
     if curve.is_marked or len(curve.points) == 1:
         places = ((x.place(across), y.place(up)) for across, up in curve.points)
         parts += [element("circle", cx=cx, cy=cy, r=3.5, class_=f"dot {curve.kind}") for cx, cy in places]
@@ -214,48 +197,13 @@ def _path(points: Sequence[Point], x: Axis, y: Axis, kind: str) -> Markup:
     return element("path", d=f"M{'L'.join(places)}", class_=kind)
 
 
-def _end_label(chart: Chart, curve: Curve, letters: int) -> str:
-    """Return what a curve is, with its last value if there is room."""
-    both = f"{curve.label} {chart.what.written(curve.points[-1][1])}".strip()
-    if not curve.label or (len(both) <= letters and not curve.is_reference):
-        return both
-    return curve.label if len(curve.label) <= letters else f"{curve.label[: letters - 1]}…"
-
-
-def _end_labels(curves: Sequence[Curve], labels: Sequence[str], x: Axis, y: Axis) -> Markup:
-    """Write labels at the ends of curves, moved up or down where they would overlap."""
-    ends = (y.place(curve.points[-1][1]) for curve in curves)
-    placed = sorted(zip(ends, labels, (curve.kind for curve in curves), strict=True))
-    heights = _apart([height for height, _, _ in placed], y.start)
-    texts = (
-        element("text", label, x=x.end + 8, y=height + 4, class_=f"label {kind}")
-        for height, (_, label, kind) in zip(heights, placed, strict=True)
-    )
-    return element("g", *texts)
-
-
-def _apart(heights: Sequence[float], lowest: float) -> list[float]:
-    """Return ascending heights, moved as little as possible so that a line of text fits between any two."""
-    # With a line of text per label taken off, heights need only ascend: labels that do not share their mean.
-    groups: list[tuple[float, int]] = []  # mean and number
-    for number, height in enumerate(heights):
-        mean, count = height - number * _LINE, 1
-        while groups and groups[-1][0] > mean:
-            other, others = groups.pop()
-            mean, count = (mean * count + other * others) / (count + others), count + others
-        groups.append((mean, count))
-    ascending = [mean for mean, count in groups for _ in range(count)]
-    last = lowest - (len(ascending) - 1) * _LINE
-    return [max(_MARGIN_TOP, min(mean, last)) + number * _LINE for number, mean in enumerate(ascending)]
-
-
 def _values(chart: Chart) -> Markup:
     """Return the points as a table: one row for each place on the horizontal axis, some of many."""
-    columns = [dict(curve.raw or curve.points) for curve in chart.measured]
+    columns = [dict(curve.raw or curve.points) for curve in chart.curves]
     xs = sorted({x for column in columns for x in column})
     shown = sorted({*xs[:: -(-len(xs) // _MOST_ROWS)], xs[-1]})
     some = "" if len(shown) == len(xs) else f", {len(shown)} of {len(xs):,} points"
-    head = [chart.across.capitalize(), *(curve.label or chart.title for curve in chart.measured)]
+    head = [chart.across.capitalize(), *(curve.label or chart.title for curve in chart.curves)]
     rows = [
         [_across(x), *(chart.what.written(column[x]) if x in column else "" for column in columns)]
         for x in shown
@@ -272,7 +220,7 @@ def _tooltips(chart: Chart) -> str:
             "x": [_across(x) for x, _ in curve.points],
             "y": [chart.what.written(y) for _, y in curve.points],
         }
-        for curve in chart.measured
+        for curve in chart.curves
     ]
     return json.dumps({"across": chart.across, "curves": curves}, separators=(",", ":"))
 

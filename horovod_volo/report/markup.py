@@ -50,13 +50,8 @@ def table(
         element("tr", element("th", row[0], scope="row"), *(element("td", text) for text in row[1:]))
         for row in rows
     ]
-    content = element(
-        "table",
-        element("caption", caption),
-        element("thead", header),
-        element("tbody", *body),
-        class_="numeric" if numeric else None,
-    )
+    parts = element("caption", caption), element("thead", header), element("tbody", *body)
+    content = element("table", *parts, class_="numeric" if numeric else None)
     return element("div", content, class_="scroll", role="region", aria_label=caption, tabindex="0")
 
 

@@ -26,7 +26,7 @@
 
   function prepare(figure, svg, tip, said) {
     const [left, top, right, bottom] = svg.querySelector(".grid").dataset.box.split(" ").map(Number);
-    const curves = Array.from(svg.querySelectorAll(".curve:not(.reference)"), places);
+    const curves = Array.from(svg.querySelectorAll(".curve"), places);
     const marks = document.createElementNS(SVG, "g");
     svg.append(marks);
     const hide = () => { tip.hidden = true; marks.replaceChildren(); };

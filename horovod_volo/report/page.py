@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
-from functools import partial
 from importlib.resources import files
 from string import Template
 from typing import Any
@@ -19,20 +18,15 @@ from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.reading import thumbnail
 from horovod_volo.engine.accuracy import Confusions
 from horovod_volo.monitor.pictures import inlined_jpeg
-from horovod_volo.report.curves import evaluation_chart, grouped, scaling, speed, term_charts, training_chart
-from horovod_volo.report.markup import Markup, element, escaped, folded, joined, table
-from horovod_volo.report.quantities import AVERAGED, MAIN_SCORES, SPEED, TIME_PARTS, TRAINING, quantity
+from horovod_volo.report.curves import evaluation_chart, grouped, scaling, speed, training_chart
+from horovod_volo.report.markup import Markup, element, escaped, folded, joined
+from horovod_volo.report.quantities import AVERAGED, MAIN_SCORES, SPEED, TIME_PARTS, TRAINING
 from horovod_volo.report.run_folder import Record, RunFolder
 from horovod_volo.report.tables import environment, recipe, summary
 
-_PLACES = ("step", "epoch", "images_seen", "images", "hours")
+_PLACES = ("step", "epoch", "images_seen", "hours")
 _MAIN_METRICS = ("top1", "top5", "loss", "miou", "pixel_accuracy", "class_accuracy", "ap", "ap50", "ap75")
 _THUMBNAIL_SIDE = 112  # pixels
-_OPEN, _OPEN_OF_SEVERAL = 8, 3  # classes that are shown without a click
-_INTRODUCTION = (
-    "The classes with the lowest accuracy, and images of them that were wrong with the highest probability. "
-    "Under each image is what it was taken for."
-)
 
 
 def build_page(runs: Sequence[RunFolder], data_dir: str = "") -> str:
@@ -43,7 +37,7 @@ def build_page(runs: Sequence[RunFolder], data_dir: str = "") -> str:
         "Training": _training(runs),
         "Speed": speed(runs),
         "Scaling": scaling(runs),
-        "Worst classes": worst_classes(runs, data_dir),
+        "Worst classes": _worst_classes(runs, data_dir),
         "Environment": environment(runs),
         "Recipe": recipe(runs),
     }
@@ -71,9 +65,7 @@ def _resource(name: str) -> str:
 
 def _quality(runs: Sequence[RunFolder]) -> Markup:
     """Return the metrics on held-out images."""
-    found = _further_keys((record for run in runs for record in run.evaluations), [*_PLACES, "bad_samples"])
-    if not found:
-        return element("p", "There is no evaluation yet.")
+    found = _further_keys((record for run in runs for record in run.evaluations), _PLACES)
     main = [key for key in _MAIN_METRICS if key in found]
     others = [key for key in found if key not in main]
     charts = []
@@ -82,32 +74,16 @@ def _quality(runs: Sequence[RunFolder]) -> Markup:
         if key in MAIN_SCORES:
             charts.append(evaluation_chart(runs, key, "hours"))
     further = grouped([evaluation_chart(runs, key) for key in others])
-    latest = _latest_evaluation(runs, [*main, *others, "images", "bad_samples"])
-    return joined([grouped([*charts, latest]), folded("Further metrics", further) if further else ""])
-
-
-def _latest_evaluation(runs: Sequence[RunFolder], keys: Sequence[str]) -> Markup:
-    """Return these metrics of the latest evaluation of each run as a table."""
-    latest = [(run.name, run.evaluations[-1]) for run in runs if run.evaluations]
-    head = ["Metric", *(f"{name}, step {record['step']:,.0f}" for name, record in latest)]
-    rows = []
-    for key in keys:
-        what = quantity(key)
-        title = "Damaged images left out" if key == "bad_samples" else what.title
-        for name, row in ((key, title), (AVERAGED + key, f"{title}, averaged weights")):
-            cells = [what.written(record[name]) if name in record else "" for _, record in latest]
-            rows += [[row, *cells]] if any(cells) else []
-    return element("div", table(head, rows, caption="The latest evaluation", numeric=True), class_="card")
+    return joined([grouped(charts), folded("Further metrics", further) if further else ""])
 
 
 def _training(runs: Sequence[RunFolder]) -> Markup:
     """Return the losses, the learning rate and what else the update depends on."""
     known = [*_PLACES, *TRAINING, *SPEED, *TIME_PARTS, "loss", "lr"]
     found = _further_keys((record for run in runs for record in run.training), known)
-    terms = [key for key in found if key.endswith("_loss")]
-    others = ["lr", *TRAINING, *(key for key in found if key not in terms)]
-    losses = [training_chart(runs, "loss"), training_chart(runs, "loss", "hours"), *term_charts(runs, terms)]
-    return grouped([*losses, *map(partial(training_chart, runs), others)])
+    found.sort(key=lambda key: not key.endswith("_loss"))  # the terms of the loss first
+    charts = [training_chart(runs, key) for key in ("loss", *found, "lr", *TRAINING)]
+    return grouped([charts[0], training_chart(runs, "loss", "hours"), *charts[1:]])
 
 
 def _further_keys(records: Iterable[Record], known: Sequence[str]) -> list[str]:
@@ -116,57 +92,46 @@ def _further_keys(records: Iterable[Record], known: Sequence[str]) -> list[str]:
     return [key for key in keys if key not in known and not key.startswith(AVERAGED)]
 
 
-def worst_classes(runs: Sequence[RunFolder], data_dir: str) -> Markup:
+def _worst_classes(runs: Sequence[RunFolder], data_dir: str) -> Markup:
     """Return the worst classes of each run; nothing, if no run has recorded them."""
-    parts = [_worst_of_run(run, data_dir, several=len(runs) > 1) for run in runs if run.confusions]
-    return joined([element("p", _INTRODUCTION), *parts]) if parts else Markup()
+    parts = [(run.name, _worst_of_run(run, data_dir)) for run in runs if run.confusions]
+    shown = [part if len(runs) == 1 else folded(name, part) for name, part in parts]
+    introduction = "Under each image is what it was taken for, and with which probability."
+    return joined([element("p", introduction), *shown]) if shown else Markup()
 
 
-def _worst_of_run(run: RunFolder, data_dir: str, *, several: bool) -> Markup:
-    head = element("h3", run.name) if several else ""
-    about, rows = _about_confusions(run), run.confusions["worst"]
-    if not rows:
-        return joined([head, element("p", f"{about} Every image was right.")])
-    images, problem = _open_images(run, data_dir)
+def _worst_of_run(run: RunFolder, data_dir: str) -> Markup:
+    found = run.confusions
+    about = (
+        f"At step {found['step']:,}: {found['top1']:.2f} % of {found['images']:,} held-out images of "
+        f"{found['classes']:,} classes were right."
+    )
     with ExitStack() as stack:
+        images = _open_images(run, data_dir)
         if images is not None:
             stack.enter_context(closing(images))
-        cards = [_card(row, images, "h4" if several else "h3") for row in rows]
-    most = _OPEN_OF_SEVERAL if several else _OPEN
-    shown, more = (element("div", *part, class_="classes") for part in (cards[:most], cards[most:]))
-    rest = folded(f"{len(cards) - most} more classes", more) if cards[most:] else ""
-    note = element("p", problem, class_="note") if problem else ""
-    return joined([head, element("p", about), note, shown, rest])
+        elif found["worst"]:
+            about += " The data folder does not have these images: where they lay is said instead. "
+            about += "--data-dir names the folder where the data is now."
+        cards = [_card(row, images) for row in found["worst"]]
+    return joined([element("p", about), element("div", *cards, class_="classes")])
 
 
-def _about_confusions(run: RunFolder) -> str:
-    found = run.confusions
-    record = next((each for each in run.evaluations if each["step"] == found["step"]), {})
-    is_averaged = record.get("top1") != found["top1"] and record.get(f"{AVERAGED}top1") == found["top1"]
-    weights = ", with averaged weights" if is_averaged else ""
-    return (
-        f"At step {found['step']:,}{weights}: {found['top1']:.2f} % of {found['images']:,} held-out images "
-        f"of {found['classes']:,} classes were right."
-    )
-
-
-def _open_images(run: RunFolder, data_dir: str) -> tuple[Catalog | None, str]:
-    """Return the held-out images of a run, or None and why they are not shown."""
-    folder = data_dir or run.settings.get("data.data_dir", "")
+def _open_images(run: RunFolder, data_dir: str) -> Catalog | None:
+    """Return the held-out images of a run; None if they are not there."""
     setting = run.settings.get
     held_out = HeldOut(setting("data.val_split", ""), setting("data.val_share", 0.0), setting("run.seed", 0))
-    remedy = "Where they lay is said instead. --data-dir names the folder where the data is now."
     try:
-        catalog = build_catalog(folder, "val", None, held_out)
+        catalog = build_catalog(data_dir or setting("data.data_dir", ""), "val", None, held_out)
     except UserError:
-        return None, f"The images are not shown: there are none in {folder or 'an unknown folder'}. {remedy}"
+        return None
     if data_dir or catalog.digest == run.confusions["image_list"]:
-        return catalog, ""
+        return catalog
     catalog.close()
-    return None, f"The images are not shown: those in {folder} are others than the run evaluated. {remedy}"
+    return None
 
 
-def _card(row: Confusions, images: Catalog | None, heading: str) -> Markup:
+def _card(row: Confusions, images: Catalog | None) -> Markup:
     accuracy = 100 * row["right"] / row["images"]
     most = f"{row['mistaken']} taken for {row['mistaken_for']}" if row["mistaken"] else "none right"
     figures = []
@@ -174,9 +139,9 @@ def _card(row: Confusions, images: Catalog | None, heading: str) -> Markup:
         probability = element("small", f"{100 * wrong['probability']:.0f} %")
         caption = element("figcaption", wrong["taken_for"], probability)
         figures.append(element("figure", _picture(wrong, images), caption))
-    told = element("p", f"{accuracy:.1f} %: {row['right']} of {row['images']} right, {most}")
+    text = element("p", f"{accuracy:.1f} %: {row['right']} of {row['images']} right, {most}")
     pictures = element("div", *figures, class_="wrong" if images is not None else "wrong places")
-    return element("div", element(heading, row["name"]), told, pictures, class_="class")
+    return element("div", element("h3", row["name"]), text, pictures, class_="class")
 
 
 def _picture(wrong: dict[str, Any], images: Catalog | None) -> Markup:

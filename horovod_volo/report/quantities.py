@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 AVERAGED = "ema_"  # begins the names of the metrics of averaged weights
@@ -47,17 +48,9 @@ def short(value: float) -> str:
     return f"10{exponent}" if rounded == "1" else f"{rounded}·10{exponent}"
 
 
-def _gib(title: str) -> Quantity:
-    return Quantity(title, unit="GiB", from_zero=True, is_smoothed=False)
-
-
-def _seconds(title: str) -> Quantity:
-    return Quantity(title, unit="s", from_zero=True)
-
-
-def _count(title: str) -> Quantity:
-    return Quantity(title, "count", from_zero=True, is_smoothed=False)
-
+_gib = partial(Quantity, unit="GiB", from_zero=True, is_smoothed=False)
+_seconds = partial(Quantity, unit="s", from_zero=True)
+_count = partial(Quantity, form="count", from_zero=True, is_smoothed=False)
 
 TRAINING = {  # besides the losses and the learning rate
     "gradient_norm": Quantity("Norm of the gradient", may_be_log=True),
@@ -106,7 +99,7 @@ _PERCENTAGES = {
 MAIN_SCORES = ("top1", "miou", "ap")  # of each task; a record has one of them
 _QUANTITIES = {
     "loss": Quantity("Loss"),
-    "lr": Quantity("Learning rate", "rate", may_be_log=True, is_smoothed=False),
+    "lr": Quantity("Learning rate", "rate", is_smoothed=False),
     **TRAINING,
     **SPEED,
     **{key: Quantity(title, "percent", "%") for key, title in _PERCENTAGES.items()},

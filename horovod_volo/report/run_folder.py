@@ -21,7 +21,6 @@ from horovod_volo.monitor.logger import METRICS, TRAIN, MetricsRecord, kind_of, 
 
 Record = dict[str, float]  # finite numbers by name
 
-_REMEDY = "Name the folder of a run, as runs/NAME, which training writes."
 _LEDGER = "ledger.jsonl"  # of the extra `elastic`: the hosts of each start
 
 
@@ -63,7 +62,7 @@ def _read_run(folder: Path, name: str) -> RunFolder:
     """Read a run folder; raise UserError if it is none, is empty, or a file is damaged as a whole."""
     for part in (folder, folder / METRICS, folder / SETTINGS_OF_RUN):
         if not part.exists():
-            raise UserError(f"there is no {part}: {folder} is no run folder, or not yet. {_REMEDY}")
+            raise UserError(f"there is no {part}. Name the folder of a run, as runs/NAME.")
     try:
         records = [(kind_of(record) == TRAIN, _numbers(record)) for record in read_metrics(folder / METRICS)]
         recipe, log = (_read_text(folder / file) for file in (SETTINGS_OF_RUN, "log.txt"))

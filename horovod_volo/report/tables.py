@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from horovod_volo.config.schema import all_settings
 from horovod_volo.config.setting import shown
 from horovod_volo.core.errors import escape_controls
-from horovod_volo.report.curves import mean_over_time, speed_points
+from horovod_volo.report.curves import mean_over_time, speeds
 from horovod_volo.report.markup import Markup, element, folded, joined, table
 from horovod_volo.report.quantities import AVERAGED, MAIN_SCORES, quantity
 from horovod_volo.report.run_folder import RunFolder
 
 _DETAILS = ("Batch", "Learning rate", "Precision", "Data", "State")
-_NOT_RECORDED = "not recorded"
 
 
 def summary(runs: Sequence[RunFolder]) -> Markup:
     """Return the main figures of each run."""
     figures = [_figures(run) for run in runs]
-    rows = [[name, *(each[name] for each in figures)] for name in figures[0]]
-    rows = [row for row in rows if any(row[1:])]
     if len(runs) > 1:
-        return table(["Figure", *(run.name for run in runs)], rows, caption="The runs beside each other")
+        return _beside(runs, figures, "The runs beside each other")
     pairs = [
         element(
             "div", element("dt", name), element("dd", text), class_="detail" if name in _DETAILS else None
         )
-        for name, text in rows
+        for name, text in figures[0].items()
+        if text
     ]
     return element("dl", *pairs, class_="facts")
+
+
+def _beside(runs: Sequence[RunFolder], found: Sequence[Mapping[str, Any]], caption: str) -> Markup:
+    """Return a table of the values that runs have by name, without the names that have none."""
+    names = dict.fromkeys(name for each in found for name in each)
+    rows = [[name, *(str(each.get(name, "")) for each in found)] for name in names]
+    rows = [row for row in rows if any(row[1:])]
+    return table(["What", *(run.name for run in runs)], rows, caption=caption) if rows else Markup()
 
 
 def _figures(run: RunFolder) -> dict[str, str]:
@@ -71,16 +78,15 @@ def _epochs(run: RunFolder) -> int:
 def _best_score(run: RunFolder) -> str:
     """Return the best value of the main metric, of which weights, and when."""
     found = [
-        (record[prefix + key], key, prefix, record["epoch"])
+        (record[name], record["epoch"], key, " (averaged weights)" if name != key else "")
         for record in run.evaluations
         for key in MAIN_SCORES
-        for prefix in ("", AVERAGED)
-        if prefix + key in record
+        for name in (key, AVERAGED + key)
+        if name in record
     ]
     if not found:
         return ""
-    value, key, prefix, epoch = max(found, key=lambda score: score[0])
-    weights = " (averaged weights)" if prefix else ""
+    value, epoch, key, weights = max(found, key=itemgetter(0))
     title = quantity(key).title.split(",")[0]
     return f"{title} {quantity(key).written(value)}{weights} after epoch {epoch:.4g}"
 
@@ -88,10 +94,8 @@ def _best_score(run: RunFolder) -> str:
 def _latest_speed(run: RunFolder) -> str:
     """Return the speed on the ranks that the run had last; an elastic run may have had others before."""
     last = run.hosts_at(run.training[-1]["step"]) if run.training else []
-    for point in speed_points(run):
-        if (point.ranks, point.nodes) == (len(last), len(set(last))):
-            return f"{point.images_per_second:,.0f} images/s, {point.of_rank:,.0f} a rank"
-    return ""
+    speed = speeds(run).get((len(last), len(set(last))))
+    return f"{speed:,.0f} images/s, {speed / len(last):,.0f} a rank" if speed else ""
 
 
 def _mean(run: RunFolder, key: str) -> str:
@@ -109,33 +113,20 @@ def _state(run: RunFolder) -> str:
 
 
 def environment(runs: Sequence[RunFolder]) -> Markup:
-    """Return versions, hosts and the hardware that each rank is bound to."""
-    environments = [run.environment for run in runs]
-    packages = [each.get("packages", {}) for each in environments]
-    names = dict.fromkeys(name for versions in packages for name in versions)
-    rows = [_row("Code", environments, "commit"), _row("Python", environments, "python")]
-    rows += [_row(name, packages, name) for name in names]
-    hosts = (
-        ", ".join(f"{host} ({_counted(n, 'rank')})" for host, n in Counter(run.hosts).items()) for run in runs
-    )
-    rows.append(["Hosts", *(text or _NOT_RECORDED for text in hosts)])
-    rows.append(_row("World", [run.banner for run in runs], "world"))
-    rows = [row for row in rows if set(row[1:]) != {_NOT_RECORDED}]
-    if not rows:
-        return element("p", "The run folder does not say in which environment the run was.")
-    bindings = [_bindings(run) for run in runs]
-    versions = table(["Part", *(run.name for run in runs)], rows, caption="Versions and hosts")
-    return joined([versions, folded("Ranks and what they are bound to", *bindings) if any(bindings) else ""])
-
-
-def _row(title: str, found: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    return [title, *(str(each.get(key, _NOT_RECORDED)) for each in found)]
-
-
-def _bindings(run: RunFolder) -> Markup:
-    bound = zip(run.hosts, run.environment.get("bindings", []), strict=False)
-    rows = [[f"{rank}", host, binding] for rank, (host, binding) in enumerate(bound)]
-    return table(["Rank", "Host", "Bound to"], rows, caption=f"Ranks of {run.name}") if rows else Markup()
+    """Return versions, hosts and what each rank is bound to; nothing, if no run recorded them."""
+    found = []
+    for run in runs:
+        hosts = [f"{host} ({_counted(n, 'rank')})" for host, n in Counter(run.hosts).items()]
+        about = {"Code": run.environment.get("commit", ""), "Python": run.environment.get("python", "")}
+        about |= run.environment.get("packages", {})
+        found.append(about | {"Hosts": ", ".join(hosts), "World": run.banner.get("world", "")})
+    parts = [_beside(runs, found, "Versions and hosts")]
+    for run in runs:
+        bound = zip(run.hosts, run.environment.get("bindings", []), strict=False)
+        rows = [[f"{rank}", host, binding] for rank, (host, binding) in enumerate(bound)]
+        bindings = table(["Rank", "Host", "Bound to"], rows, caption=f"Ranks of {run.name}")
+        parts += [folded(f"What the ranks of {run.name} are bound to", bindings)] if rows else []
+    return joined(parts)
 
 
 def recipe(runs: Sequence[RunFolder]) -> Markup:

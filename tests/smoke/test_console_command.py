@@ -37,9 +37,7 @@ def test_the_list_of_commands_and_the_versions(
     assert "Did you mean evaluate?" in printed("evalute", status=2)
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
-    versions = printed("--version")
-    assert versions.startswith(f"horovod_volo {settings['metadata']['version']} (torch ")
-    assert ", horovod 0." in versions
+    assert printed("--version") == f"horovod_volo {settings['metadata']['version']}\n"
     module, _, function = settings["options.entry_points"]["console_scripts"].partition("=")[2].partition(":")
     assert (module.strip(), function) == (command.__spec__.name, "main")
 

@@ -25,7 +25,7 @@ from tests.ranks.launching import environment
 from tests.smoke.conftest import save_run, shell
 
 SHORT = "--model volo_demo --epochs 1 --warmup-epochs 0 --cooldown-epochs 0 --drop-path 0 --log-every 1"
-# The last tests run these, but for the doctor, which test_cluster_guide.py runs.
+# The last tests run these, but for the doctor, which tests/faults/test_doctor.py runs.
 ELSEWHERE = {"./tools/setup", "source tools/activate", "./tools/demo", "./tools/test"}
 ELSEWHERE |= {"tensorboard --logdir runs", "horovodrun -np 2 python -m horovod_volo.doctor"}
 

@@ -53,7 +53,6 @@ def test_help_and_mistakes_in_flags_are_printed_quickly(demo_set: Path, tmp_path
         ("--model resnet18 --mix-token", "resnet18 gives no token logits. Add --no-token-label"),
         ("--model volo_d1_224", "Use --model volo_d1, which has the same parameters and gives them."),
         ("--img-size 72", "--img-size must be a multiple of 16 for volo_demo, not 72. The nearest is 64."),
-        ("--no-mix-token --img-size 72", "must be a multiple of 16 for volo_demo, not 72."),
         ("--opt fusedadam", "--opt fusedadam: NVIDIA Apex is not installed."),
         ("--opt lars --shard-optimizer", "--opt lars needs them whole. Use --opt adamw or sgd"),
         ("--model vgg11 --no-mix-token --drop-path 0.1", "timm does not build vgg11 with these settings"),

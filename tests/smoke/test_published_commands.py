@@ -136,14 +136,14 @@ def test_a_published_command(
 
 
 def test_under_a_launcher_one_rank_prints() -> None:
-    done = train(*arguments_of(PRETRAIN), "--dry-run", ranks=2, start_with="gloo")
+    done = train(*arguments_of(LVVIT), "--dry-run", ranks=2, start_with="gloo")
     assert done.returncode == 0, done.stdout
     lines, begin = done.stdout.splitlines(), "[0]<stdout>:"
     assert not any(line.startswith("[1]") for line in lines)
     printed = "\n".join(line.removeprefix(begin) for line in lines if line.startswith(begin))
-    assert printed.count("images per step") == 1
+    assert printed.count("     ranks  ") == 1
     batch = parse_dry_run(printed)[1]["batch"]
-    assert batch == "88 images per step = 2 ranks x 44 images x 1 micro-batches"
+    assert batch == "256 images per step = 2 ranks x 128 images x 1 micro-batches"
 
 
 def test_a_recipe_has_the_settings_of_a_published_command(capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from horovod_volo.optim.schedule import SCHEDULES, lr_at
 from tests.ranks.launching import train
 from tests.smoke.conftest import save_run
 
-RANKS = (1, 8, 40, 256)
+RANKS = (1, 40)
 GIB = 2**30
 # Parameters, and the published peak learning rate and global batch, or those in the header if nothing was
 # published. Segmentation has 150 classes: a dry run without images does not know that Cityscapes has 19.
@@ -173,29 +173,6 @@ def test_the_header_agrees_with_the_recipe(name: str) -> None:
         assert update["epochs"] * (images // batch) == pytest.approx(steps, rel=0.005)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_stated_hours_follow_from_the_speed(name: str) -> None:
-    cost, update = header_of(name)["Cost"], toml_of(name)["update"]
-    if name in DENSE and re.search("not known|not run here", cost):
-        return
-    assert "an estimate" in cost
-    if name in DENSE:
-        stated = re.match(r"([\d.]+)e18 operations, ([\d.]+) hours of one H200 at 40 % of its peak", cost)
-        assert stated, cost
-        assert float(stated[2]) == pytest.approx(float(stated[1]) * 1e18 / (0.4 * 790e12) / 3600, rel=0.02)
-        return
-    epochs = update["epochs"] + update["cooldown_epochs"]
-    reported = re.search(r"([\d,]+) hours of one RTX", cost)
-    throughput = re.search(r"([\d.]+)\s+images/s", cost)
-    work = re.search(r"([\d.]+) GFLOP an image .* ([\d.]+) TFLOP/s", cost)
-    assert reported, cost
-    assert throughput or work, cost
-    seconds = 1 / float(throughput[1]) if throughput else float(work[1]) / float(work[2]) / 1000  # type: ignore[index]
-    assert f"{epochs} epochs" in cost
-    hours = data_of(name)[0] * epochs * seconds / 3600
-    assert float(reported[1].replace(",", "")) == pytest.approx(hours, rel=0.02)
-
-
 def test_the_learning_rate_of_ssd_is_divided_before_epochs_43_and_54() -> None:
     decay = SCHEDULES.find(toml_of("ssd300_resnet50")["update"]["sched"])
     steps = {"warmup": 114, "decay_steps": 65 * 114}
@@ -230,7 +207,6 @@ def test_memory_depends_on_optimizer_and_ranks(
 @pytest.mark.parametrize(
     ("name", "flags", "gpu"),
     [
-        ("volo_d5_448", ["-b", "8"], "a GPU of 24 GB"),
         ("volo_d5", ["-b", "256"], "a GPU of 80 GB"),
         ("volo_d5_448", ["-b", "64", "--grad-checkpoint"], "a GPU of 24 GB"),
         ("volo_d5_448", ["-b", "256"], "more than a GPU of 141 GB has; use a smaller --batch-size"),
@@ -241,14 +217,15 @@ def test_the_smallest_gpu_with_enough_memory_is_named(name: str, flags: list[str
     assert f" per rank: {gpu}" in properties_in(describe(config, 8, measure_workload(config)))["memory"]
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("volo_d1", 20), ("lvvit_s", 16)])
-def test_checkpointed_blocks_save_only_their_input(name: str, blocks: int) -> None:
+def test_checkpointed_blocks_save_only_their_input() -> None:
     """A checkpointed block saves one tensor of the size of its input, another block ten or more."""
-    plain = configured(name)[1].activation_bytes
-    assert measure_workload(configured(name)[0]).activation_bytes == plain  # the same every time
-    checkpointed = measure_workload(parse(["--recipe", name, "--grad-checkpoint"]).config).activation_bytes
-    tokens = 196 * 384 * 2  # bytes of the smallest input of a block, in 16 bits
-    assert blocks * tokens < checkpointed < plain / 2.5
+    config, workload = configured("volo_d1")
+    plain = workload.activation_bytes
+    assert measure_workload(config).activation_bytes == plain  # the same every time
+    flags = ["--recipe", "volo_d1", "--grad-checkpoint"]
+    checkpointed = measure_workload(parse(flags).config).activation_bytes
+    tokens = 196 * 384 * 2  # bytes of the smallest input of its 20 blocks, in 16 bits
+    assert 20 * tokens < checkpointed < plain / 2.5
 
 
 # Recipes for one GPU
@@ -311,10 +288,7 @@ def test_on_twelve_gigabytes_the_published_batch_is_accumulated() -> None:
     }
 
 
-@pytest.mark.parametrize("name", FROM_WEIGHTS)
-def test_a_recipe_trains_a_small_network_from_the_weights_of_a_run(
-    name: str, demo_set: Path, tmp_path: Path
-) -> None:
+def test_a_recipe_trains_a_small_network_from_the_weights_of_a_run(demo_set: Path, tmp_path: Path) -> None:
     """On a folder of two classes; the run has ten."""
     weights = save_run(tmp_path / "weights", side=32)
     for split, kind in product(("train", "val"), ("ring", "star")):
@@ -322,10 +296,11 @@ def test_a_recipe_trains_a_small_network_from_the_weights_of_a_run(
     small = ("--model", "volo_demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2")
     more = ("--warmup-epochs", "0", "--precision", "fp32", "--finetune", str(weights))
     where = ("--output", str(tmp_path), "--name", "run")
-    done = train(str(tmp_path / "own"), "--recipe", name, *small, *more, *where, ranks=1, start_with="none")
+    recipe = (str(tmp_path / "own"), "--recipe", "linear_probe")
+    done = train(*recipe, *small, *more, *where, ranks=1, start_with="none")
     assert done.returncode == 0, done.stdout
     assert "2 classes" in done.stdout
-    assert ("194 of 530,708 parameters; frozen: backbone" in done.stdout) == (name == "linear_probe")
+    assert "194 of 530,708 parameters; frozen: backbone" in done.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert sum("top1" in json.loads(line) for line in lines) == 2
     resolved = tomllib.loads((tmp_path / "run" / "resolved.toml").read_text())

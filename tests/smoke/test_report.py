@@ -1,23 +1,20 @@
-"""`report` on a real run that was stopped and resumed, and its page in Chromium where there is one."""
+"""`report` on a real run that was stopped and resumed, with its pictures."""
 
 from __future__ import annotations
 
 import io
 import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from horovod_volo.report.__main__ import BROWSERS, main
+from horovod_volo.report.__main__ import main
 from tests.ranks.launching import train
 from tests.smoke.conftest import HELD_OUT_IMAGES
 from tests.unit.parsed_page import ParsedPage
 
-SECONDS = 60  # for a browser
 FLAGS = ("--recipe", "demo", "--epochs", "2", "--eval-every", "1", "--log-every", "1", "--name", "run")
 
 
@@ -43,9 +40,8 @@ def test_the_page_of_a_real_run(run_folder: Path) -> None:
     shown = page.column("Loss against epochs")
     assert {epoch: float(loss) for epoch, loss in shown.items()} == pytest.approx(losses, rel=1e-3)
     latest = records[-1]
-    metrics = page.column("The latest evaluation")
-    assert metrics["Top-1 accuracy"] == f"{latest['top1']:.2f} %"
-    assert metrics["Loss, averaged weights"] == f"{latest['ema_loss']:#.4g}"
+    assert f"{latest['top1']:.2f} %" in page.text
+    assert f"averaged {latest['ema_loss']:#.4g}" in page.text
     assert "finished, resumed at step 3" in page.texts("dd")
     assert "2 of 2" in page.texts("dd")
     assert any("parameters" in text for text in page.texts("dd"))  # of the banner in environment.json
@@ -75,7 +71,7 @@ def test_the_worst_classes_have_pictures_while_the_data_is_there(
         assert all(picture["src"].startswith("data:image/jpeg;base64,") for picture in pictures)
     assert not any(tag == "img" for tag, _ in pages[1].elements)
     assert all(each["location"] in pages[1].texts("span") for each in wrong)
-    assert f"there are none in {tmp_path}" in pages[1].text
+    assert "--data-dir names the folder" in pages[1].text
 
 
 def test_tensorboard_has_the_worst_confusions(run_folder: Path) -> None:
@@ -86,25 +82,3 @@ def test_tensorboard_has_the_worst_confusions(run_folder: Path) -> None:
     assert [picture.step for picture in shown] == [2, 4]
     with Image.open(io.BytesIO(shown[-1].encoded_image_string)) as picture:
         assert picture.size == (shown[-1].width, shown[-1].height)
-
-
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
-def test_a_browser_shows_the_page_without_errors(run_folder: Path, tmp_path: Path) -> None:
-    """Errors of the page's script and requests, which its policy forbids, are lines of the console."""
-    page, pdf = tmp_path / "page.html", tmp_path / "page.pdf"
-    assert main([str(run_folder), "--html", str(page), "--pdf", str(pdf)]) == 0
-    assert pdf.read_bytes().startswith(b"%PDF-")
-    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    command += ["--disable-component-update", "--disable-sync", "--no-first-run", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "CONSOLE" not in done.stderr
-    shown = ParsedPage(done.stdout)
-    (button,) = [found for tag, found in shown.elements if tag == "button"]
-    assert "hidden" not in button  # its script ran
-    kinds = [found.get("class") for _, found in shown.elements]
-    assert kinds.count("tip") == kinds.count("chart") > 5

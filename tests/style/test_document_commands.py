@@ -42,15 +42,6 @@ def test_every_command_is_run_or_says_what_it_needs(document: str) -> None:
     )
 
 
-def test_a_block_without_a_mark_is_found() -> None:
-    text = "<!-- needs: a cluster -->\n```sh\none\n```\n\n```sh\ntwo \\\n  three\n# four\n```\n"
-    assert commands_in(text) == ["two    three"]
-    quoted = "`horovod-volo train x --lr 1`, `horovod-volo train ...`, `tools/pack` and\n```sh\na\n```"
-    assert quoted_commands(quoted) == ["horovod-volo train x --lr 1"]
-    found = calls("A=1 horovodrun -np 2 tools/pack a b > c && python -m horovod_volo.train d --lr 1  # e")
-    assert found == [("pack", ["a", "b"]), ("train", ["d", "--lr", "1"])]
-
-
 def accept(name: str, arguments: list[str]) -> None:
     """Parse the arguments of a command as the command does; a mistake is an error."""
     assert name in COMMANDS, name

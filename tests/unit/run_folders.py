@@ -72,14 +72,10 @@ def write_run(
     tables = {"model": {"model": "volo_d1", "img_size": 224}, "update": {"epochs": 3, "cooldown_epochs": 0}}
     for table, values in (settings or {}).items():
         tables[table] = {**tables.get(table, {}), **values}
-    lines = [
-        line
-        for table, values in tables.items()
-        for line in (
-            f"[{json.dumps(table)}]",
-            *(f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items()),
-        )
-    ]
+    lines = []
+    for table, values in tables.items():
+        lines.append(f"[{json.dumps(table)}]")
+        lines += [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in values.items()]
     (folder / "resolved.toml").write_text("\n".join(lines))
     environment = {"python": "3.11.7", "packages": {"torch": "2.13.0"}, "commit": "abc123def456"}
     bindings = [f"gpu {rank}" for rank in range(len(hosts))]

