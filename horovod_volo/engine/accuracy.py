@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import ImageList
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.task import Metrics
 
@@ -71,7 +71,7 @@ def count_correct(
     return counts
 
 
-def sum_counts(counts: Tensor, catalog: ImageList, world: World) -> EvalCounts:
+def sum_counts(counts: Tensor, catalog: Catalog, world: World) -> EvalCounts:
     """Sum the ranks' counts; raise RuntimeError unless they cover the catalog exactly. Collective."""
     top1, top5, loss_sum, images, bad_samples = world.sum_over_ranks(*counts.tolist())
     if images + bad_samples != len(catalog):
@@ -157,7 +157,7 @@ def class_results(
 
 
 def find_confusions(
-    images: ImageList, predictions: NDArray[np.int64], probabilities: NDArray[np.float32]
+    images: Catalog, predictions: NDArray[np.int64], probabilities: NDArray[np.float32]
 ) -> Confusions:
     """Return the classes of lowest accuracy, with the images that were wrong with the highest probability."""
     targets, classes, seen = np.asarray(images.targets), images.classes, predictions != NO_CLASS

@@ -30,7 +30,6 @@ from horovod_volo.engine.accuracy import (
 )
 from horovod_volo.engine.classification_data import (
     Images,
-    ReadLists,
     count_images,
     map_geometry,
     read_images,
@@ -61,10 +60,7 @@ from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 
 
 class Classification:
-    """The task of the published training, on the data sets of a program or on those of the data folder."""
-
-    def __init__(self, lists: ReadLists | None = None) -> None:
-        self._lists = lists
+    """The task of the published training."""
 
     scores = ("top1", "top5")
 
@@ -83,7 +79,7 @@ class Classification:
         return with_token_size_warning(choose_settings(config, images, ranks, device_facts(device)))
 
     def read(self, config: Config, world: World) -> Images:
-        return read_images(config, world, self._lists)
+        return read_images(config, world)
 
     def count(self, config: Config) -> tuple[int, int] | None:
         return count_images(config)

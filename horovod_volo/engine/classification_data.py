@@ -19,7 +19,6 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.names import Registry
 from horovod_volo.data.images.catalog import (
     Catalog,
-    ImageList,
     build_catalog,
     check_same_classes,
     open_catalog,
@@ -37,8 +36,8 @@ from horovod_volo.token_labels.source import LabelSource, map_warnings, open_lab
 class Images:
     """The lists of training and validation images, and the label maps of the training images."""
 
-    train: ImageList
-    held_out: ImageList
+    train: Catalog
+    held_out: Catalog
     label_maps: LabelSource | None
     class_weights: ClassWeights | None = None
 
@@ -75,24 +74,16 @@ class Images:
         return found
 
 
-# Lists the training and held-out images of data sets that a program gives. Collective.
-ReadLists = Callable[[Config, World], tuple[ImageList, ImageList]]
-
-
-def read_images(config: Config, world: World, lists: ReadLists | None) -> Images:
-    """List the images of a data folder, or of given data sets, and open the label maps. Collective."""
-    label_maps = None
-    if lists is not None:
-        train, held_out = lists(config, world)
-    else:
-        data = config.data
-        folder = catalog_folder(data.catalog_dir, config.run.output, world)
-        cache = CacheSettings(data.cache_dir, data.cache_gib)
-        train, held_out = (
-            shared_catalog(data.data_dir, split, folder, world, _held_out(config), cache)
-            for split in ("train", "val")
-        )
-        label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
+def read_images(config: Config, world: World) -> Images:
+    """List the images of the data folder and open the label maps. Collective: every rank calls this."""
+    data = config.data
+    folder = catalog_folder(data.catalog_dir, config.run.output, world)
+    cache = CacheSettings(data.cache_dir, data.cache_gib)
+    train, held_out = (
+        shared_catalog(data.data_dir, split, folder, world, _held_out(config), cache)
+        for split in ("train", "val")
+    )
+    label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
 
     def weights_of_classes() -> ClassWeights | None:
         check_threshold(config.objective, len(train.classes))
@@ -202,7 +193,7 @@ def shared_catalog(
     return world.run_on_all_ranks(lambda: open_built(*facts) if built is None else built)
 
 
-def cache_warnings(settings: Data, train: ImageList) -> list[str]:
+def cache_warnings(settings: Data, train: Catalog) -> list[str]:
     """Return a warning if blocks of shards on a server are read again and again."""
     gib = getattr(train, "remote_bytes", 0) / 2**30
     if not settings.cache_dir or settings.block_shuffle or gib <= settings.cache_gib:

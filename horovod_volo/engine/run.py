@@ -28,7 +28,6 @@ from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.model_cost import count_cost
 from horovod_volo.engine.setup import FROM_DISK, Start, setup
-from horovod_volo.engine.task import Task
 from horovod_volo.monitor.logger import METRICS, last_values
 from horovod_volo.monitor.meters import StragglerFinder, TrainingClock, peak_flops
 
@@ -46,16 +45,12 @@ def run(
     stop: StopRequest,
     watchdog: Watchdog,
     callbacks: Sequence[Callback] = (),
-    task: Task | None = None,
     start: Start = FROM_DISK,
 ) -> bool:
-    """Train; return False if a stop was requested before the last step. Collective: every rank calls this.
-
-    `task` takes the place of the one that the settings name.
-    """
+    """Train; return False if a stop was requested before the last step. Collective: every rank calls this."""
     hosts = _watch_ranks(config, world, watchdog)
     begin_stage = watchdog.heartbeat.begin
-    context, warnings = setup(config, world, stop, start, task)
+    context, warnings = setup(config, world, stop, start)
     config = context.config
     profiled = [PROFILERS.find("steps")(parse_steps(config.run.profile))] if config.run.profile else []
     try:

@@ -48,18 +48,18 @@ class Start(NamedTuple):
 FROM_DISK = Start()  # from a checkpoint, or with fresh weights
 
 
-def settle(config: Config, world: World, task: Task | None) -> Plan:
+def settle(config: Config, world: World) -> Plan:
     """Make the settings final: complete them for the model, the ranks and the images. Collective."""
     begin_stage, resources = world.collectives.heartbeat.begin, rank_resources(world)
     begin_stage("importing plugins")
 
     def complete() -> tuple[Task, Config, Config]:
         load_plugins(config.run.plugin)
-        chosen = task or _task_of(config)
-        stated = chosen.complete(config)
+        task = _task_of(config)
+        stated = task.complete(config)
         resolved = resolve(stated, world.size)
         _check(resolved)
-        return chosen, stated, resolved
+        return task, stated, resolved
 
     task, stated, config = world.run_on_all_ranks(complete)
     begin_stage("listing the data")
@@ -73,10 +73,10 @@ def settle(config: Config, world: World, task: Task | None) -> Plan:
 
 
 def setup(
-    config: Config, world: World, stop: StopRequest, start: Start = FROM_DISK, task: Task | None = None
+    config: Config, world: World, stop: StopRequest, start: Start = FROM_DISK
 ) -> tuple[TrainContext, list[str]]:
     """Build a run, stage by stage; return it with warnings. Collective: every rank calls this."""
-    plan = settle(config, world, task)
+    plan = settle(config, world)
     config, resources, classes = plan.config, plan.resources, len(plan.data.train.classes)
     begin_stage, slow = world.collectives.heartbeat.begin, LONGEST_WRITE_SECONDS
 

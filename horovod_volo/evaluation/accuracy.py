@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from horovod_volo.config.schema import Run
 from horovod_volo.core.batch import EvalBatch
 from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.data.image_decoder import Normalization, decoder_messages, image_decoder
-from horovod_volo.data.images.catalog import ImageList
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import HeldOut, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.accuracy import (
@@ -55,7 +55,6 @@ class AccuracyRequest(EvalRequest):
     v2: bool = False  # the images are ImageNet-V2's
     cache_dir: str = ""  # for blocks of shards on a server
     cache_gib: float = 0.0
-    images: Callable[[World], ImageList] | None = None  # those of a program, instead of the data folder's
 
 
 def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Evaluated:
@@ -98,9 +97,7 @@ def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Ev
     return Evaluated(counts.metrics(), result.lines(), result.record(world.size), bad)
 
 
-def _list_images(request: AccuracyRequest, world: World) -> ImageList:
-    if request.images is not None:
-        return request.images(world)
+def _list_images(request: AccuracyRequest, world: World) -> Catalog:
     if request.v2:
         return numbered_catalog(request.data_dir, world)
     folder = catalog_folder(request.catalog_dir, Run().output, world)
@@ -117,7 +114,7 @@ def held_out_by(weights: str, data_dir: str) -> HeldOut:
     return HeldOut(run.get("val_split", ""), run.get("val_share", 0.0), run.get("seed", 0))
 
 
-def _load_model(request: AccuracyRequest, catalog: ImageList) -> PretrainedModel:
+def _load_model(request: AccuracyRequest, catalog: Catalog) -> PretrainedModel:
     model = load_network(request.weights, request)
     if model.class_names and not request.v2 and not request.weights.startswith(TIMM):
         _number_by_name(catalog, model.class_names, request.weights)
@@ -130,7 +127,7 @@ def _load_model(request: AccuracyRequest, catalog: ImageList) -> PretrainedModel
     return model
 
 
-def _number_by_name(catalog: ImageList, names: tuple[str, ...], weights: str) -> None:
+def _number_by_name(catalog: Catalog, names: tuple[str, ...], weights: str) -> None:
     """Give each class the number that it had in training; raise UserError if it was not in training."""
     known = set(names)
     unknown = [name for name in catalog.classes if name not in known]
@@ -146,7 +143,7 @@ def _number_by_name(catalog: ImageList, names: tuple[str, ...], weights: str) ->
 
 def _build_loader(
     request: AccuracyRequest,
-    catalog: ImageList,
+    catalog: Catalog,
     model: PretrainedModel,
     crop_pct: float,
     resources: RankResources,
