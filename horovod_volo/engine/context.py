@@ -18,7 +18,6 @@ from horovod_volo.config.schema import Config
 from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.checkpoint.files import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.model_cost import UNKNOWN_COST, ModelCost
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState
 from horovod_volo.engine.task import Learner, Task, TaskData
@@ -84,7 +83,7 @@ class TrainContext:
     callbacks: Callbacks = field(default_factory=Callbacks)
     hosts: Sequence[str] = ()  # of the ranks
     lock: RunLock | None = None  # of the run folder, on rank 0
-    cost: ModelCost = UNKNOWN_COST  # of the network
+    forward_flops: float = 0.0  # of the network, of one image; 0: not known
     peak_flops: float = 0.0  # FLOP/s of the devices of all ranks together; 0: not known
 
     @property

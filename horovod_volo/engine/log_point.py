@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from horovod_volo.cluster.watchdog import learned_limit
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.engine.banner import markdown_table
 from horovod_volo.engine.checkpoint.saving import finish_checkpoint
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back, note_value
@@ -127,8 +126,8 @@ def _speed(context: TrainContext, reports: Sequence[RankReport], steps: float) -
     }
     if context.state.scaler.is_enabled():
         values["loss_scale"] = context.state.scaler.get_scale()
-    if context.cost.forward_flops:
-        flops = PASSES * context.cost.forward_flops * images_per_second
+    if context.forward_flops:
+        flops = PASSES * context.forward_flops * images_per_second
         values["model_tflops"] = flops / len(reports) / 1e12
         if context.peak_flops:
             values["mfu"] = round(flops / context.peak_flops, _DIGITS)
@@ -165,22 +164,8 @@ def log_own_times(context: TrainContext, times: Sequence[OwnTime]) -> None:
         for name, value in own._asdict().items()
     }
     context.logger.log_ranks(step, values)
-    if step % context.derived.steps_per_epoch == 0:
-        context.logger.log_text(step, "ranks/spread", spread_table(times, hosts))
     if message := context.progress.stragglers.find(times):
         context.logger.log(message)
-
-
-def spread_table(times: Sequence[OwnTime], hosts: Sequence[str]) -> str:
-    """Return which ranks are the fastest, the median and the slowest, as a table in Markdown."""
-    order = sorted(range(len(times)), key=lambda rank: times[rank].seconds)
-    chosen = {"slowest": order[-1], "median": order[(len(order) - 1) // 2], "fastest": order[0]}
-    rows = [
-        (name, f"{rank}", hosts[rank], *(f"{1e3 * seconds:.1f}" for seconds in times[rank]))
-        for name, rank in chosen.items()
-    ]
-    own, data = "its part of a step, ms", "of it, waiting for data, ms"
-    return markdown_table("", "rank", "host", own, data, rows=rows)
 
 
 def log_bad_samples(context: TrainContext, tracker: BadSampleTracker) -> None:

@@ -105,7 +105,7 @@ def log_start(context: TrainContext, warnings: list[str], *, shown: bool = True)
     if shown:
         context.logger.log(*format_lines(properties, [*binding_warnings, *warnings]))
     _count_operations(context)
-    context.logger.describe(context.state.step, partial(describe_run, context, hosts, bindings))
+    context.logger.describe(context.state.step, partial(describe_run, context))
     context.logger.write_file("resolved.toml", dump(context.config))
     environment = collect_environment() | {"hosts": hosts, "bindings": bindings, "banner": properties}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))
@@ -115,18 +115,19 @@ def _count_operations(context: TrainContext) -> None:
     """Count what the network costs, and note the peak of the devices. Collective: every rank calls this."""
     world, device, precision = context.world, context.resources.device, context.config.model.precision
     classes = len(context.data.train.classes)
-    context.cost = world.run_on_rank_zero(partial(count_cost, context.config, context.task, classes))
-    if context.cost.problem:
-        context.logger.log(f"the operations of the network are not counted: {context.cost.problem}")
+    cost = world.run_on_rank_zero(partial(count_cost, context.config, context.task, classes))
+    context.forward_flops = cost.forward_flops
+    if cost.problem:
+        context.logger.log(f"the operations of the network are not counted: {cost.problem}")
     if device.type != "cuda":
         return
     gpu = torch.cuda.get_device_name(device)
-    peaks = dict(world.allgather_object((f"{world.rank} {gpu}", peak_flops(gpu, precision))))
-    if all(peaks.values()):
-        context.peak_flops = sum(peaks.values())
-    else:
-        gpus = " and ".join(sorted({name.partition(" ")[2] for name, peak in peaks.items() if not peak}))
+    peaks = world.allgather_object((gpu, peak_flops(gpu, precision)))
+    if unknown := sorted({name for name, peak in peaks if not peak}):
+        gpus = " and ".join(unknown)
         context.logger.log(f"the peak of {gpus} in {precision} is not known: MFU is not logged")
+    else:
+        context.peak_flops = sum(peak for _, peak in peaks)
 
 
 def end_message(context: TrainContext, finished: bool) -> str:

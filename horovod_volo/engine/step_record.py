@@ -5,6 +5,7 @@ Nothing is changed by it, and it does not wait for the device.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from horovod_volo.cluster.step_statistics import OwnStep, checksums
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.model_cost import block_of
 from horovod_volo.engine.task import Batch, Losses
+
+_THROUGH_LAST_NUMBER = re.compile(r"(.*?\.)?\d+(?=\.)(?!.*\.\d+\.)")
 
 
 class StepRecord:
@@ -67,6 +69,12 @@ def _by_block(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
     for name, tensor in tensors:
         found[block_of(name)].append(tensor)
     return found
+
+
+def block_of(parameter: str) -> str:
+    """Return the block of a parameter, by its name up to the last number, or else its first part."""
+    found = _THROUGH_LAST_NUMBER.match(parameter)
+    return found[0] if found else parameter.partition(".")[0]
 
 
 def is_due(context: TrainContext, every: int) -> bool:

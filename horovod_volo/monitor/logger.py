@@ -71,9 +71,6 @@ class Logger:
     def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
         """Log times of all ranks, by tag, to TensorBoard alone."""
 
-    def log_text(self, step: int, name: str, markdown: str) -> None:
-        """Log a text to TensorBoard alone."""
-
     def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, Picture]]) -> None:
         """Log pictures by name to TensorBoard alone."""
 

@@ -111,9 +111,6 @@ class RunLogger(Logger):
     def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
         self._append(self._events, event_records.scalars(step, values))
 
-    def log_text(self, step: int, name: str, markdown: str) -> None:
-        self._append(self._events, event_records.text(step, name, markdown))
-
     def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, Picture]]) -> None:
         for name, picture in draw().items():
             self._append(self._events, event_records.picture(step, f"{group}/{name}", picture))

@@ -18,7 +18,7 @@ TRAINING = {
 OF_SEVERAL_RANKS = {
     *("time/exchange", "ranks/step_seconds_min", "ranks/step_seconds_median", "ranks/step_seconds_max")
 }
-TEXTS = {"run/recipe", "run/model", "run/ranks"}
+TEXTS = {"run/recipe"}
 # A CPU has no peak and no memory of its own; without fp16 there is no loss scale; no image is damaged.
 UNTOLD = {"speed/mfu", "memory/device_gib", "train/loss_scale", "train/bad_samples", "train/skipped_steps"}
 
