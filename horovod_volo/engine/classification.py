@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from horovod_volo.cluster.world import RankResources, World, WorldSums
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
-from horovod_volo.core.batch import EvalBatch, TrainBatch
+from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.data.augmentation.policy import parse_policy
@@ -23,10 +23,8 @@ from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.engine.accuracy import (
     CONFUSIONS,
     Confusions,
-    PredictionCollector,
-    count_correct,
+    ImageScores,
     find_confusions,
-    sum_counts,
 )
 from horovod_volo.engine.classification_data import (
     Images,
@@ -176,7 +174,6 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
 
     def __post_init__(self) -> None:
         self.bad_held_out = self.eval_loader.bad_samples
-        self.classes = self.images.train.targets if self.config.data.balance else None
 
     def forward(self, batch: TrainBatch, step: int, number: int) -> Logits:
         """Return the logits of mixed images."""
@@ -192,16 +189,12 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
 
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the accuracy of a model on the held-out images. Collective: every rank calls this."""
-        collector, held_out = PredictionCollector(), self.images.held_out
-
-        def on_batch(batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
-            collector.add(batch, predictions, probabilities)
-            beat(len(batch.indices))
-
+        scores, held_out = ImageScores(self.device), self.images.held_out
         with torch.inference_mode(), self.autocast:
-            rank_counts = count_correct(model, self.eval_loader, self.device, on_batch)
-        counts = sum_counts(rank_counts, held_out, self.world)
-        predictions, probabilities = collector.gather(self.world, len(held_out))
+            for batch in self.eval_loader:
+                scores.add(batch, model(batch.images))
+                beat(len(batch.indices))
+        counts, predictions, probabilities = scores.gather(held_out, self.world)
         if self.world.is_rank_zero:
             found = find_confusions(held_out, predictions, probabilities)
             if not self.confusions or found["top1"] > self.confusions["top1"]:

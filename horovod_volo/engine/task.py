@@ -95,7 +95,6 @@ class Learner(ABC, Generic[MicroBatch, Outputs]):
     train_loader: TrainBatches
     loss_names: tuple[str, ...]
     bad_held_out: BadSampleTracker
-    classes: NDArray[np.int32] | None = None  # of the training samples, if --balance orders by them
 
     @abstractmethod
     def forward(self, batch: MicroBatch, step: int, number: int) -> Outputs:

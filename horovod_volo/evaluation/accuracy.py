@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from horovod_volo.cluster.world import RankResources, World, rank_resources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Run
-from horovod_volo.core.batch import EvalBatch
 from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.data.image_decoder import Normalization, decoder_messages, image_decoder
 from horovod_volo.data.images.catalog import Catalog
@@ -25,10 +23,8 @@ from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.accuracy import (
     ClassResult,
     EvalCounts,
-    PredictionCollector,
+    ImageScores,
     class_results,
-    count_correct,
-    sum_counts,
 )
 from horovod_volo.engine.classification_data import CacheSettings, catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
@@ -73,17 +69,13 @@ def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Ev
     crop_pct = request.crop_pct or model.crop_pct
     loader = _build_loader(request, catalog, model, crop_pct, resources, world)
     network = model.network if request.crops == 1 else CropAverage(model.network)
-    own = len(range(world.rank, len(catalog), world.size))
-    collector = PredictionCollector()
-
-    def on_batch(batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
-        collector.add(batch, predictions, probabilities)
-        progress(collector.done, own)
-
+    scores, done, own = ImageScores(resources.device), 0, len(range(world.rank, len(catalog), world.size))
     with closing(loader), torch.inference_mode(), autocast(request.precision, resources.device):
-        rank_counts = count_correct(network, loader, resources.device, on_batch)
-    counts = world.run_on_all_ranks(partial(sum_counts, rank_counts, catalog, world))
-    predictions, _ = collector.gather(world, len(catalog))
+        for batch in loader:
+            scores.add(batch, network(batch.images))
+            done += len(batch.indices)
+            progress(done, own)
+    counts, predictions, _ = scores.gather(catalog, world)
     result = AccuracyResult(
         request=request,
         model=model,
