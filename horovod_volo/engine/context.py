@@ -47,7 +47,6 @@ class RunProgress:
     skipped: SkippedSteps
     clock: TrainingClock = field(default_factory=TrainingClock)
     stragglers: StragglerFinder | None = None  # on rank 0 of several
-    wants_histograms: bool = False  # of the next step
     logged_norm: Tensor | None = None  # of the gradients, at the step of a log point
     recent: dict[str, list[float]] = field(default_factory=dict)  # values of the last log points, by name
     logged_bad_samples: set[str] = field(default_factory=set)

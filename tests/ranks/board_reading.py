@@ -23,14 +23,14 @@ TEXTS = {"run/recipe"}
 UNTOLD = {"speed/mfu", "memory/device_gib", "train/loss_scale", "train/bad_samples", "train/skipped_steps"}
 
 
-_PLUGINS = ("scalars", "text", "images", "histograms", "hparams", "custom_scalars")
+_PLUGINS = ("scalars", "text", "images", "hparams", "custom_scalars")
 
 
 class BoardReader:
     """The runs that `tensorboard --logdir` shows of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        sizes = dict.fromkeys(("scalars", "tensors", "images", "histograms"), 0)  # all
+        sizes = dict.fromkeys(("scalars", "tensors", "images"), 0)  # all
         self.read = EventMultiplexer(size_guidance=sizes, tensor_size_guidance=dict.fromkeys(_PLUGINS, 0))
         self.read.AddRunsFromDirectory(str(folder))
         self.read.Reload()

@@ -84,10 +84,10 @@ def test_where_a_resumed_checkpoint_lies_is_decided_on_rank_zero(images, tmp_pat
 
 
 def test_a_run_that_is_stopped_three_times_is_bit_identical(images, tmp_path):
-    """Within an epoch, at its end, and in the next one; pictures and histograms change nothing."""
+    """Within an epoch, at its end, and in the next one; pictures change nothing."""
     uninterrupted, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
     start(images, uninterrupted)
-    shown = (*AUTO, "--histograms-every", "1", "--images-every", "1")
+    shown = (*AUTO, "--images-every", "1")
     stops = [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2]
     for stop, start_with in zip(stops, ("mpi", "gloo", "mpi"), strict=True):
         start(images, stopped, *shown, stop_at=stop, start_with=start_with)
@@ -120,8 +120,7 @@ def check_shown(output: Path, stops: list[int]) -> None:
     more = {"train/token_loss", "train/token_loss_smoothed"}
     board = check_board(output, points=points, evaluations=[5, 10], more=more, ranks=2)
     assert board.steps("run", "run/recipe") == [0, *stops]
-    assert board.steps("run", "training/batch") == board.steps("run", "weights/network.0.0") == [0, 5]
-    assert board.tags("run", "histograms") >= {"weights/head", "gradients/head", "gradients/network.2.0"}
+    assert board.steps("run", "training/batch") == [0, 5]
     hours = [record["hours"] for record in records(output)]
     assert hours == sorted(hours)
     assert hours[0] > 0
