@@ -16,7 +16,7 @@ from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.callbacks import Callbacks
-from horovod_volo.engine.checkpoint.files import CheckpointWriter
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS, CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState
@@ -48,7 +48,6 @@ class RunProgress:
     clock: TrainingClock = field(default_factory=TrainingClock)
     stragglers: StragglerFinder | None = None  # on rank 0 of several
     logged_norm: Tensor | None = None  # of the gradients, at the step of a log point
-    recent: dict[str, list[float]] = field(default_factory=dict)  # values of the last log points, by name
     logged_bad_samples: set[str] = field(default_factory=set)
     skipped_in_a_row: int = 0  # steps, because a loss is not finite
     returns: int = 0  # to a checkpoint, because of such steps
@@ -89,6 +88,11 @@ class TrainContext:
     def folder(self) -> Path:
         """Return the run folder."""
         return run_folder(self.config)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Return the folder of the checkpoints, inside the run folder."""
+        return self.folder / CHECKPOINTS
 
     @property
     def step(self) -> int:

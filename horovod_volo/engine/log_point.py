@@ -11,7 +11,7 @@ from horovod_volo.cluster.watchdog import learned_limit
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.engine.checkpoint.saving import finish_checkpoint
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.divergence import go_back, note_value
+from horovod_volo.engine.divergence import go_back
 from horovod_volo.engine.model_cost import PASSES
 from horovod_volo.monitor.logger import Values
 from horovod_volo.monitor.meters import OwnTime, device_memory_gib, host_memory_gib
@@ -64,12 +64,10 @@ def log_point(context: TrainContext) -> None:
     context.progress.logged_norm = None
     if norm is not None and norm.isfinite():
         values["gradient_norm"] = float(norm)
-        note_value(context, "gradient norm", float(norm))
     if world.size > 1:
         values |= _spread([report.own for report in reports])
     if finite:
         context.logger.log_training(step, values)
-        note_value(context, "loss", values["loss"])
         context.callbacks.logged(context, values)
     if context.progress.stragglers is not None:
         log_own_times(context, [report.own for report in reports])

@@ -21,7 +21,6 @@ from horovod_volo.core.names import Registry
 from horovod_volo.data.images import catalog_file
 from horovod_volo.engine.banner import banner, describe_run, format_lines
 from horovod_volo.engine.callbacks import PROFILERS, Callback, Callbacks, build_plugin_callbacks, parse_steps
-from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.context import TrainContext, run_folder
 from horovod_volo.engine.interrupts import StopRequest
@@ -137,7 +136,7 @@ def end_message(context: TrainContext, finished: bool) -> str:
         patience = context.config.run.early_stop
         none_better = f"{patience} evaluations in a row were no better than the best (--early-stop)"
         why = f" of {total}, because {none_better}"
-        best = context.folder / CHECKPOINTS / "best"
+        best = context.checkpoint_folder / "best"
         return f"done: {step} steps{why if step < total else ''}; best weights in {best}"
     why = ", because of --stop-at-step" if step == context.config.run.stop_at_step else ""
     return f"stopped at step {step} and saved{why}; resume with --resume auto"

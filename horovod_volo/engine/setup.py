@@ -111,7 +111,7 @@ def setup(
         context = build_context(plan, world, state, logger, stop)
         after_error.pop_all()
     context.lock = lock
-    own = (context.folder / CHECKPOINTS).resolve()  # which other ranks may see under another name
+    own = context.checkpoint_folder.resolve()  # which other ranks may see under another name
     if world.broadcast_object(checkpoint is not None and checkpoint.resolve().parent == own):
         context.checkpoints.step = state.step  # it need not be saved again
     return context, [*_warnings(context), *warnings]
