@@ -119,17 +119,10 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     gathered_bytes = workload.scalars(trained=True) * _FP32 if sharded else sent_bytes
     if OPTIMIZERS.find(config.update.opt).matrix_state_keys:
         gathered_bytes += workload.matrix_elements * _BF16  # the updates of matrices, each of one rank
-    lines = settings_lines(config, derived, list(parameters.values()), buckets)
     properties = {
         "ranks": f"{ranks}",
-        "chosen": lines["chosen"],
-        "model": lines["model"],
-        "training": lines["training"],
         "images": f"{workload.images:,} of {workload.classes:,} classes",
-        "batch": lines["batch"],
-        "lr": lines["lr"],
-        "length": lines["length"],
-        "precision": lines["precision"],
+        **settings_lines(config, derived, list(parameters.values()), buckets),
         "memory": f"about {state / _GIB:.1f} GiB of state and "
         f"{activations / _GIB:.1f} GiB of activations per rank: {_smallest_gpu(state + activations)}",
         "exchange": f"{sent_bytes / _MIB:.0f} MiB of gradients per step; "

@@ -30,22 +30,15 @@ _COMPARED = (
 def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
     """Return the properties of a run that its log begins with, given each rank's host name."""
     world, config, derived, state = context.world, context.config, context.derived, context.state
-    lines = settings_lines(config, derived, list(state.model.parameters()), state.reducer.buckets)
     host_count = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
     properties = {
         "world": f"{world.size} ranks on {host_count}, launcher {world.launcher}, "
         f"{world.controller} controller",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
-        "model": lines["model"],
-        "chosen": lines["chosen"],
-        "training": lines["training"],
         "data": context.data.describe(config),
         "decoder": describe_decoder(config.data.image_decoder),
-        "batch": lines["batch"],
-        "lr": lines["lr"],
-        "length": lines["length"],
+        **settings_lines(config, derived, list(state.model.parameters()), state.reducer.buckets),
         "kernels": "" if context.resources.device.type == "cpu" else describe_kernels(),
-        "precision": lines["precision"],
         "results": f"{context.folder}  (watch: tensorboard --logdir {context.folder.parent})",
     }
     if state.step:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,21 +107,7 @@ class Classification:
     ) -> ClassificationLearner:
         if config.model.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").connect(network, WorldSums(world))
-        train_loader, eval_loader = build_loaders(config, world, data, resources)
-        side = tokens_per_side(config.model.model, config.model.img_size)
-        return ClassificationLearner(
-            config=config,
-            world=world,
-            device=resources.device,
-            images=data,
-            train_loader=train_loader,
-            eval_loader=eval_loader,
-            network=network,
-            network_forward=training_forward(network),
-            criterion=build_loss(config.objective, len(data.train.classes), side, data.class_weights),
-            mix=build_mix(config, world),
-            autocast=autocast(config.model.precision, resources.device),
-        )
+        return ClassificationLearner(config, world, data, resources, network)
 
     def metadata(self, config: Config) -> dict[str, Any]:
         return {"aux_head": trains_aux_head(config)}
@@ -153,27 +138,26 @@ class Logits(NamedTuple):
     mix: Mix
 
 
-@dataclass
 class ClassificationLearner(Learner[TrainBatch, Logits]):
     """The network of a run on one rank, its mixing and its loss, fed by its loaders."""
 
-    config: Config
-    world: World
-    device: torch.device
-    images: Images
-    train_loader: TrainLoader
-    eval_loader: EvalLoader
-    network: nn.Module
-    network_forward: Forward
-    criterion: Loss
-    mix: Callable[[int, int], Mix]  # mix(step, micro-batch)
-    autocast: torch.autocast
-    confusions: Confusions = field(default_factory=dict)  # of the better network of the last evaluation
-
     loss_names = LossParts._fields
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, config: Config, world: World, images: Images, resources: RankResources, network: nn.Module
+    ) -> None:
+        self.config, self.world, self.images, self.network = config, world, images, network
+        self.device = resources.device
+        self.train_loader, self.eval_loader = build_loaders(config, world, images, resources)
         self.bad_held_out = self.eval_loader.bad_samples
+        self.network_forward: Forward = training_forward(network)
+        side = tokens_per_side(config.model.model, config.model.img_size)
+        self.criterion: Loss = build_loss(
+            config.objective, len(images.train.classes), side, images.class_weights
+        )
+        self.mix = build_mix(config, world)  # mix(step, micro-batch)
+        self.autocast = autocast(config.model.precision, resources.device)
+        self.confusions: Confusions = {}  # of the better network of the last evaluation
 
     def forward(self, batch: TrainBatch, step: int, number: int) -> Logits:
         """Return the logits of mixed images."""

@@ -24,7 +24,7 @@ from horovod_volo.data.images.catalog import (
     open_catalog,
 )
 from horovod_volo.data.images.split_folder import HeldOut, Split
-from horovod_volo.engine.task import check_classes
+from horovod_volo.engine.task import TaskData, check_classes
 from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.loss import BALANCED, ClassWeights, check_threshold, read_class_weights
 from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
@@ -33,7 +33,7 @@ from horovod_volo.token_labels.source import LabelSource, map_warnings, open_lab
 
 
 @dataclass(frozen=True)
-class Images:
+class Images(TaskData):
     """The lists of training and validation images, and the label maps of the training images."""
 
     train: Catalog
