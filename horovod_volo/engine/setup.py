@@ -23,7 +23,7 @@ from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.engine.context import Plan, TrainContext, build_context, run_folder
+from horovod_volo.engine.context import Plan, TrainContext, run_folder
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState, build_state
@@ -108,7 +108,7 @@ def setup(
         if lock is not None:
             after_error.callback(lock.close)
         after_error.callback(logger.close)
-        context = build_context(plan, world, state, logger, stop)
+        context = TrainContext(plan, world, state, logger, stop)
         after_error.pop_all()
     context.lock = lock
     own = context.checkpoint_folder.resolve()  # which other ranks may see under another name
