@@ -1,8 +1,8 @@
 """Exact accuracy on the held-out images, and the classes with the lowest: every image counts once, whatever
 the number of ranks.
 
-confusions.json in the run folder and the picture `worst_confusions` in TensorBoard show what the worst
-classes are taken for, and images that were wrong. Both depend on nothing but the predictions of all images.
+confusions.json in the run folder says what the worst classes are taken for, and which images were wrong. It
+depends on nothing but the predictions of all images.
 """
 
 from __future__ import annotations

@@ -190,10 +190,6 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         self.eval_loader.close()
         self.images.close()
 
-    def pictures(self) -> Mapping[str, Picture]:
-        """Return the worst confusions of the last evaluation."""
-        return _drawing().confusions(self.images.held_out, self.confusions)
-
     def files(self, step: int) -> Mapping[str, str]:
         """Return the confusions of the last evaluation, and forget them: the next one is of a later step."""
         found, self.confusions = self.confusions, {}
@@ -201,26 +197,14 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
 
     def training_pictures(self, batch: TrainBatch, step: int) -> Mapping[str, Picture]:
         """Return pictures of the first images of a micro-batch, the first of a step."""
-        mix = self.mix(step, 0)
-        classes = self.images.train.classes
-        return _drawing().batch(batch, mix, self.criterion, self.network, classes, self.config)
+        if not PICTURES.has_extra("classification"):
+            return {}
+        draw, classes = PICTURES.find("classification"), self.images.train.classes
+        return draw(batch, self.mix(step, 0), self.criterion, self.network, classes, self.config)
 
 
-class Drawing(NamedTuple):
-    """What draws a micro-batch, and the confusions of an evaluation (pictures/classification.py)."""
-
-    batch: Callable[..., Mapping[str, Picture]]
-    confusions: Callable[..., Mapping[str, Picture]]
-
-
-PICTURES: Registry[Drawing] = Registry("pictures", "--images-every")
-
-
-def _drawing() -> Drawing:
-    """Return what draws pictures; without that extra, none are drawn."""
-    if PICTURES.has_extra("classification"):
-        return PICTURES.find("classification")
-    return Drawing(lambda *_: {}, lambda *_: {})
+# Draw the first images of a micro-batch (pictures/classification.py).
+PICTURES: Registry[Callable[..., Mapping[str, Picture]]] = Registry("pictures", "--images-every")
 
 
 def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
@@ -239,31 +223,26 @@ def build_loaders(
     config: Config, world: World, images: Images, resources: RankResources
 ) -> tuple[TrainLoader, EvalLoader]:
     """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
-    spec = spec_of(config.model.model)
+    data, spec = config.data, spec_of(config.model.model)
     common: dict[str, Any] = {
         "image_size": config.model.img_size,
         "rank": world.rank,
         "size": world.size,
         "device": resources.device,
-        "threads": config.data.workers or resources.threads,
-        "normalization": Normalization(*statistics_of_run(config.data, config.model.model)),
+        "threads": data.workers or resources.threads,
+        "normalization": Normalization(*statistics_of_run(data, config.model.model)),
     }
-    train_loader = TrainLoader(
-        images.train,
-        images.label_maps,
-        config.data,
-        seed=config.run.seed,
-        accumulation=config.update.accumulation,
-        **common,
+    seed, accumulation = config.run.seed, config.update.accumulation
+    return (
+        TrainLoader(images.train, images.label_maps, data, seed=seed, accumulation=accumulation, **common),
+        EvalLoader(
+            images.held_out,
+            data,
+            crop_pct=data.crop_pct or spec.crop_pct,
+            interpolation=spec.interpolation,
+            **common,
+        ),
     )
-    eval_loader = EvalLoader(
-        images.held_out,
-        config.data,
-        crop_pct=config.data.crop_pct or spec.crop_pct,
-        interpolation=spec.interpolation,
-        **common,
-    )
-    return train_loader, eval_loader
 
 
 TASKS: Registry[Task] = Registry("task", "--task")

@@ -1,11 +1,10 @@
-"""The worst classes of an evaluation: against a slow count, over batches and ranks, and as a picture."""
+"""The worst classes of an evaluation: against a slow count, and over batches and ranks."""
 
 from __future__ import annotations
 
 import json
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,8 @@ from numpy.typing import NDArray
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, catalog_without_files, learner_of
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
-from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine import classification
 from horovod_volo.engine.accuracy import WORST_CLASSES, WRONG_IMAGES, EvalCounts, ImageScores, find_confusions
-from horovod_volo.pictures.classification import draw_confusions
 from tests.gpu.synchronisation import RefuseSynchronisation
 
 
@@ -117,25 +113,3 @@ def test_the_better_weights_of_a_step_are_recorded(monkeypatch: pytest.MonkeyPat
             for _ in range(evaluations):
                 learner.evaluate(run.context.model, lambda _: None)
             assert json.loads(learner.files(step)["confusions.json"]) == {"step": step, "top1": best}
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
-    folder = tmp_path_factory.mktemp("data")
-    make_demo_set(folder, train=10, val=40)
-    return build_catalog(str(folder), "val", None)
-
-
-def test_the_picture_leaves_out_what_cannot_be_read(drawn: Catalog) -> None:
-    predictions = (drawn.targets.astype(np.int64) + 1) % 10
-    confusions = find_confusions(drawn, predictions, np.linspace(0, 1, 40, dtype=np.float32))
-    sheet = draw_confusions(drawn, confusions)["worst_confusions"]
-    first, second = confusions["worst"][:2]
-    for each in first["wrong"]:
-        Path(each["location"]).unlink()
-    Path(second["wrong"][0]["location"]).write_bytes(b"not an image")
-    assert draw_confusions(drawn, confusions)["worst_confusions"].height < sheet.height
-    assert draw_confusions(drawn, confusions | {"worst": [first]}) == {}
-    right = find_confusions(drawn, drawn.targets.astype(np.int64), np.ones(40, np.float32))
-    assert right["worst"] == []
-    assert draw_confusions(drawn, right) == {}
