@@ -119,6 +119,7 @@ class Trainer:
         Every image counts once, whatever the number of ranks.
         """
         from horovod_volo.engine.classification_data import catalog_folder
+        from horovod_volo.evaluate import build_parser
         from horovod_volo.evaluation.task_results import EVALUATIONS
         from horovod_volo.plugins import load_plugins
 
@@ -126,18 +127,13 @@ class Trainer:
         world = connect_once(settings)
         world.run_on_all_ranks(partial(load_plugins, settings.run.plugin))
         source = world.run_on_rank_zero(lambda: str(self._weights(weights)))
-        options = {
-            "data_dir": os.fspath(data or settings.data.data_dir),
-            "weights": source,
-            "use_ema": use_ema,
-            "batch_size": self._eval_batch(),
-            "precision": settings.model.precision,
-            "split": split,
-            "catalog_dir": str(catalog_folder(settings.data.catalog_dir, settings.run.output, world) or ""),
-        }
+        flags = build_parser().parse_args([os.fspath(data or settings.data.data_dir), "--weights", source])
         of_run = ("workers", "image_decoder", "crop_pct", "cache_dir", "cache_gib")
-        options |= {name: getattr(settings.data, name) for name in of_run}
-        return EVALUATIONS.find(settings.model.task)(options, world, lambda *_: None).metrics
+        vars(flags).update({name: getattr(settings.data, name) for name in of_run})
+        flags.use_ema, flags.split, flags.batch_size = use_ema, split, self._eval_batch()
+        flags.precision = settings.model.precision
+        flags.catalog_dir = str(catalog_folder(settings.data.catalog_dir, settings.run.output, world) or "")
+        return EVALUATIONS.find(settings.model.task)(flags, world, lambda *_: None).metrics
 
     def predict(
         self, images: Any, *, top: int = 5, weights: Weights = "best", use_ema: bool = False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -29,33 +30,14 @@ from horovod_volo.engine.accuracy import (
 from horovod_volo.engine.classification_data import CacheSettings, catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.predictions import load_network
-from horovod_volo.evaluation.task_results import EVALUATIONS, EvalRequest, Evaluated, Progress
+from horovod_volo.evaluation.task_results import EVALUATIONS, Evaluated, Progress
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import AuxHead, CropAverage, PretrainedModel, settings_of_run
+from horovod_volo.models.pretrained import CropAverage, PretrainedModel, settings_of_run
 from horovod_volo.models.weights import TIMM
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccuracyRequest(EvalRequest):
-    """What an evaluation of classification reads besides; by default the model is as it was trained."""
-
-    model: str = ""  # empty: the model of the run that the weights are in
-    aux_head: AuxHead = "auto"  # whether the auxiliary head's logits are added
-    img_size: int = 0  # 0: the one of training
-    mean: tuple[float, ...] = ()  # of training pixels, if the weights do not record it; empty: the model's
-    std: tuple[float, ...] = ()  # likewise
-    crop_pct: float  # 0: the model's own
-    crops: int = 1  # of each image, whose probabilities are averaged
-    catalog_dir: str  # empty: inside the default --output, if there are several ranks
-    real: str = ""  # ImageNet-ReaL's file; empty: none
-    v2: bool = False  # the images are ImageNet-V2's
-    cache_dir: str = ""  # for blocks of shards on a server
-    cache_gib: float = 0.0
-
-
-def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Evaluated:
+def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     """Evaluate a model on every image once. Collective: every rank calls this."""
-    request = AccuracyRequest.from_options(options)
     resources = rank_resources(world)
     world.run_on_all_ranks(partial(image_decoder, request.image_decoder))  # raises if it is not installed
     catalog = _list_images(request, world)
@@ -89,7 +71,7 @@ def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Ev
     return Evaluated(counts.metrics(), result.lines(), result.record(world.size), bad)
 
 
-def _list_images(request: AccuracyRequest, world: World) -> Catalog:
+def _list_images(request: Namespace, world: World) -> Catalog:
     if request.v2:
         return numbered_catalog(request.data_dir, world)
     folder = catalog_folder(request.catalog_dir, Run().output, world)
@@ -106,7 +88,7 @@ def held_out_by(weights: str, data_dir: str) -> HeldOut:
     return HeldOut(run.get("val_split", ""), run.get("val_share", 0.0), run.get("seed", 0))
 
 
-def _load_model(request: AccuracyRequest, catalog: Catalog) -> PretrainedModel:
+def _load_model(request: Namespace, catalog: Catalog) -> PretrainedModel:
     model = load_network(request.weights, request)
     if model.class_names and not request.v2 and not request.weights.startswith(TIMM):
         _number_by_name(catalog, model.class_names, request.weights)
@@ -134,7 +116,7 @@ def _number_by_name(catalog: Catalog, names: tuple[str, ...], weights: str) -> N
 
 
 def _build_loader(
-    request: AccuracyRequest,
+    request: Namespace,
     catalog: Catalog,
     model: PretrainedModel,
     crop_pct: float,
@@ -167,7 +149,7 @@ def _build_loader(
 class AccuracyResult:
     """The result, the same on every rank."""
 
-    request: AccuracyRequest
+    request: Namespace
     model: PretrainedModel
     crop_pct: float
     data: str  # the folder of the images
@@ -199,20 +181,17 @@ class AccuracyResult:
     def record(self, ranks: int) -> dict[str, Any]:
         """Return the result as it is written to JSON."""
         request, model, counts = self.request, self.model, self.counts
+        of_request = ("weights", "use_ema", "crops", "precision", "batch_size")
         record: dict[str, Any] = {
-            "weights": request.weights,
+            **{name: getattr(request, name) for name in of_request},
             "model": model.name,
             "data": self.data,
-            "use_ema": request.use_ema,
             "aux_head": model.has_aux_head,
             "img_size": model.image_side,
             "crop_pct": self.crop_pct,
             "crop_mode": model.crop_mode,
-            "crops": request.crops,
             "mean": model.mean,
             "std": model.std,
-            "precision": request.precision,
-            "batch_size": request.batch_size,
             "image_decoder": image_decoder(request.image_decoder).name,
             "ranks": ranks,
             **counts.metrics(),
