@@ -199,14 +199,12 @@ class _LedgerCheck:
         start, (first, last) = self._start, steps
         if start is None:
             raise _MistakeError("steps come before the first start")
-        if first != self._step + 1 or last < first:
-            raise _MistakeError(f"steps {first} to {last} follow step {self._step}")
-        epoch, in_epoch = divmod(first - 1, start.steps_per_epoch)
-        end = in_epoch + last - first + 1
-        if {"steps": steps, **span} != start.span(epoch, first, last) or end > start.steps_per_epoch:
-            raise _MistakeError(
-                f"steps {first} to {last} took samples {span['samples']} of epoch {span['epoch']}"
-            )
+        epoch, in_epoch = divmod(self._step, start.steps_per_epoch)
+        end = in_epoch + last - self._step
+        is_next = {"steps": steps, **span} == start.span(epoch, self._step + 1, last)
+        if not is_next or not in_epoch < end <= start.steps_per_epoch:
+            taken = f"samples {span['samples']} of epoch {span['epoch']}"
+            raise _MistakeError(f"steps {first} to {last}, {taken}, follow step {self._step}")
         if epoch != self._epoch:
             self._epoch, self._sums = epoch, self._sums_of(start, epoch)
         if self._sums[in_epoch:end].sum(axis=0).tolist() != checksums:

@@ -115,10 +115,10 @@ def test_an_image_taken_twice_or_of_another_epoch_shows(tmp_path: Path, mistake:
     ("change", "message"),
     [
         (lambda records: records.pop(2), "missing"),
-        (lambda records: records.insert(2, records[1]), "steps 1 to 3 follow step 3"),
+        (lambda records: records.insert(2, records[1]), "steps 1 to 3, .* follow step 3"),
         (lambda records: records[3].update(step=7), "steps 6 to 7 are missing"),
         (lambda records: records[3].update(seed=8), "settings changed at step 5"),
-        (lambda records: records[1].update(samples=[8, 32]), r"took samples \[8, 32\]"),
+        (lambda records: records[1].update(samples=[8, 32]), r"samples \[8, 32\]"),
         (lambda records: records[1].update(epoch=1), "of epoch 1"),
     ],
 )

@@ -220,19 +220,28 @@ def test_a_thread_trains_and_a_callback_reads_the_run_and_stops_it(images: Path,
     assert seen == expected | {"parameters": 531_484}
 
 
-def test_an_error_in_a_callback_is_one_error_with_its_cause(images: Path, tmp_path: Path) -> None:
-    def fail(_: TrainContext) -> None:
-        raise ZeroDivisionError("by zero")
+def test_an_error_in_a_callback_is_one_error_with_its_cause(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fails(Callback):
+        def __init__(self, text: str) -> None:
+            self.text = text
 
-    class Ends(Callback):
+        def step_done(self, run: TrainContext) -> None:
+            if run.step >= 3:
+                raise ZeroDivisionError(self.text)
+
         def ended(self, run: TrainContext, *, finished: bool) -> None:
             raise AssertionError("must not be called")
 
-    trainer = Trainer(images, name="run", output=tmp_path, callbacks=[AtStep(10, fail), Ends()], **SETTINGS)
-    with pytest.raises(UserError, match="AtStep failed in step_done: ZeroDivisionError") as raised:
+    callbacks = [Fails("the first"), Fails("the second")]
+    trainer = Trainer(images, name="run", output=tmp_path, callbacks=callbacks, **SETTINGS)
+    with pytest.raises(UserError, match="Fails failed in step_done: ZeroDivisionError: the first") as raised:
         trainer.fit()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    assert (trainer.folder / "checkpoints" / "step_00000010").is_dir()
+    assert (trainer.folder / "checkpoints" / "step_00000004").is_dir()
+    printed = capsys.readouterr().err  # both failed in two steps, and are printed once
+    assert [printed.count(f"\nZeroDivisionError: the {each}\n") for each in ("first", "second")] == [1, 1]
 
 
 def test_a_run_that_could_not_be_built_leaves_its_folder_free(
