@@ -30,8 +30,7 @@ from horovod_volo.elastic.ledger import Ledger, LedgerStep
 from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.run import LAUNCHES, Train
-from horovod_volo.engine.setup import Start
+from horovod_volo.engine.run import LAUNCHES, Start, Train
 from horovod_volo.engine.state import TrainState
 
 _MOST_IN_VAIN = 5

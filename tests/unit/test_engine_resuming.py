@@ -21,7 +21,7 @@ from horovod_volo.engine.checkpoint.files import CHECKPOINTS, update_link
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS, save_evaluation
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.setup import setup
+from horovod_volo.engine.run import setup
 from horovod_volo.models.pretrained import load_pretrained
 
 Start = Callable[..., tuple[TrainContext, list[str]]]

@@ -22,8 +22,8 @@ from horovod_volo.elastic.ledger import Ledger
 from horovod_volo.engine import loop, run_lock
 from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.run import setup
 from horovod_volo.engine.run_lock import RunLock
-from horovod_volo.engine.setup import setup
 
 HOLD = """
 import sys
