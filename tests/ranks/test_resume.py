@@ -264,12 +264,6 @@ def test_batch_norm_over_two_ranks_trains_as_on_one(images, tmp_path):
     assert "--sync-bn heads is for segmentation" in refused
 
 
-def test_a_peak_below_the_final_learning_rate_is_refused_at_the_start(images, tmp_path):
-    refused = start(images, tmp_path, "--lr", "1e-6", **ON_ONE, status=MISTAKE)
-    assert "the peak learning rate is 1e-06, below --min-lr, which is 1e-05" in refused
-    assert not (tmp_path / "run").exists()
-
-
 def remove_metadata(checkpoint: Path, *keys: str) -> None:
     """Remove metadata from a checkpoint that earlier versions did not write."""
     metadata = json.loads((checkpoint / "state.json").read_text())
@@ -286,7 +280,7 @@ def test_a_run_with_a_warm_up_of_averages_resumes_only_with_it(images, tmp_path)
     remove_metadata(tmp_path / "run" / "checkpoints" / "step_00000003", "ema_warmup")
     refused = start(images, tmp_path, *AUTO, **ON_ONE, status=MISTAKE)
     assert "has ema_warmup True, this run has False" in refused
-    assert "has ema_warmup True, this run has False" in refused
+    assert "Give --ema-warmup, or" in refused
     start(images, tmp_path, *AUTO, "--ema-warmup", **ON_ONE)
 
 

@@ -30,7 +30,9 @@ from horovod_volo.models.weights import AUX_HEAD
 from horovod_volo.models.weights_header import statistics_of_run
 
 _OF_THE_MODEL = "of the model"
-_FLAGS = {"model": "--model", "freeze": "--freeze", "image_decoder": "--image-decoder", "seed": "--seed"}
+_FLAGS = {
+    name: "--" + name.replace("_", "-") for name in ("model", "freeze", "image_decoder", "seed", "ema_warmup")
+}
 
 
 def checkpoint_to_resume(config: Config, world: World, task: Task, train: Samples) -> Path | None:
@@ -168,6 +170,10 @@ def _remedy(name: str, saved: Any, ranks: int) -> str:
         return f"Restore the training images as they were, {new_run}"
     if name == "mean and std":
         return "Drop --mean and --std." if saved == _OF_THE_MODEL else f"Give {saved}."
+    if name == "aux_head":
+        labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
+        return f"Give {labels}, {new_run}"
     if flag := _FLAGS.get(name):
-        return f"{f'Give {flag} {saved}' if saved else f'Drop {flag}'}, {new_run}"
+        value = "" if saved is True else f" {saved}"
+        return f"Give {flag}{value}, {new_run}" if saved else f"Drop {flag}, {new_run}"
     return f"Give the settings of its resolved.toml, {new_run}"
