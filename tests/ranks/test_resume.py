@@ -27,7 +27,7 @@ from tests.ranks.launching import alone, launcher, on_ranks, python, run
 from tests.runs import MISTAKE, SMALL, STOPPED, assert_same_state, assert_same_tensors, records, state, steps
 
 STEPS_PER_EPOCH = 5  # of 40 images, 4 on each of 2 ranks
-MORE = (
+MORE = [
     "--epochs",
     "2",
     "--warmup-epochs",
@@ -38,7 +38,7 @@ MORE = (
     "0.2",
     "--log-every",
     "2",
-)
+]
 ON_ONE = {"ranks": 1}
 AUTO = ("--resume", "auto")
 
@@ -68,15 +68,8 @@ def test_where_a_resumed_checkpoint_lies_is_decided_on_rank_zero(images, tmp_pat
     resume = ("--resume", str(tmp_path / "run"), "--hang-timeout", "10", "--stop-at-step", "6")
     arguments = [*SMALL, *MORE, *resume, "--output", ".", "--name", "run", "--eval-every", "1"]
     arguments += ["--catalog-dir", str(tmp_path / "catalogs")]
-    command = [
-        *launcher("mpi", 2),
-        *in_own_folder,
-        *python(),
-        "-m",
-        "horovod_volo.train",
-        str(images),
-        *arguments,
-    ]
+    train = [*python(), "-m", "horovod_volo.train", str(images), *arguments]
+    command = [*launcher("mpi", 2), *in_own_folder, *train]
     with contextlib.chdir(tmp_path):
         resumed = run(command, seconds=60)
     assert resumed.returncode == STOPPED, resumed.stdout
@@ -232,14 +225,7 @@ def test_an_early_stop_ends_a_run_as_finished_where_it_would_have_without_a_stop
     still = ("--freeze", "stem", "--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0")
     flags = (
         *still,
-        "--eval-every",
-        "1",
-        "--early-stop",
-        "2",
-        "--epochs",
-        "5",
-        "--cooldown-epochs",
-        "2",
+        *["--eval-every", "1", "--early-stop", "2", "--epochs", "5", "--cooldown-epochs", "2"],
         *AUTO,
     )
     runs.start(images, tmp_path, *flags, stop_at=12)
