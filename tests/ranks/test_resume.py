@@ -27,18 +27,8 @@ from tests.ranks.launching import alone, launcher, on_ranks, python, run
 from tests.runs import MISTAKE, SMALL, STOPPED, assert_same_state, assert_same_tensors, records, state, steps
 
 STEPS_PER_EPOCH = 5  # of 40 images, 4 on each of 2 ranks
-MORE = [
-    "--epochs",
-    "2",
-    "--warmup-epochs",
-    "1",
-    "--ema-decay",
-    "0.9",
-    "--drop-path",
-    "0.2",
-    "--log-every",
-    "2",
-]
+MORE = ("--epochs", "2", "--warmup-epochs", "1", "--ema-decay", "0.9", "--drop-path", "0.2")
+MORE += ("--log-every", "2")
 ON_ONE = {"ranks": 1}
 AUTO = ("--resume", "auto")
 
@@ -223,11 +213,8 @@ def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
 def test_an_early_stop_ends_a_run_as_finished_where_it_would_have_without_a_stop(images, tmp_path):
     """So small a learning rate changes no prediction, nor does frozen batch norm: the first is best."""
     still = ("--freeze", "stem", "--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0")
-    flags = (
-        *still,
-        *["--eval-every", "1", "--early-stop", "2", "--epochs", "5", "--cooldown-epochs", "2"],
-        *AUTO,
-    )
+    length = ("--eval-every", "1", "--early-stop", "2", "--epochs", "5", "--cooldown-epochs", "2")
+    flags = (*still, *length, *AUTO)
     runs.start(images, tmp_path, *flags, stop_at=12)
     for ranks in (2, 1):
         shown = runs.start(images, tmp_path, *flags, "--batch-size", str(8 // ranks), ranks=ranks)
