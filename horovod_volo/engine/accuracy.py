@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
-from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.engine.task import Metrics
 
@@ -82,9 +81,9 @@ class ImageScores:
         if images + bad_samples != len(catalog):
             raise RuntimeError(f"evaluation covered {images + bad_samples:.0f} images of {len(catalog)}")
         if not images:
-            raise UserError(f"none of the images in {catalog.source} can be read.")
+            raise AllRanksError(f"none of the images in {catalog.source} can be read.")
         counts = EvalCounts(int(top1), int(top5), loss_sum, int(images), int(bad_samples))
-        own = [(number, *(part.cpu().numpy() for part in parts)) for number, *parts in self._batches]
+        own = [(indices, *(part.cpu().numpy() for part in parts)) for indices, *parts in self._batches]
         predictions, probabilities = np.full(len(catalog), NO_CLASS), np.zeros(len(catalog), np.float32)
         for batches in world.allgather_object(own):
             for indices, batch_predictions, batch_probabilities in batches:
