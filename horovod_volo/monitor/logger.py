@@ -13,14 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
-
-if TYPE_CHECKING:  # pages about runs read metrics.jsonl, and need neither
-    pass
 
 METRICS = "metrics.jsonl"
 TRAIN, EVALUATION = "train", "evaluation"  # kinds of records
