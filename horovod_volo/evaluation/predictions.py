@@ -75,7 +75,7 @@ def predict(
         crop_mode=trained.crop_mode,
     )
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (trained.mean, trained.std))
-    sources = _Images(images)
+    sources = UnlabelledImages(images)
     for first in range(0, len(images), request.batch_size):
         pixels, shown = [], []
         for number in range(first, min(first + request.batch_size, len(images))):
@@ -97,7 +97,7 @@ def predict(
             yield number, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)]
 
 
-class _Images:
+class UnlabelledImages:
     """Images without labels, to be read like those of a catalog."""
 
     def __init__(self, images: Sequence[Any]) -> None:
