@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from horovod_volo.config.schema import Config
     from horovod_volo.core.errors import UserError
-    from horovod_volo.data.images.given_images import SampleSequence
     from horovod_volo.engine.callbacks import Callback
     from horovod_volo.engine.context import TrainContext
     from horovod_volo.trainer import Trainer, TrainResult
 
-__all__ = ["Callback", "Config", "SampleSequence", "TrainContext", "TrainResult", "Trainer", "UserError"]
+__all__ = ["Callback", "Config", "TrainContext", "TrainResult", "Trainer", "UserError"]
 
 _HOMES = {
     "Callback": "engine.callbacks",
     "Config": "config.schema",
-    "SampleSequence": "data.images.given_images",
     "TrainContext": "engine.context",
     "TrainResult": "trainer",
     "Trainer": "trainer",

@@ -70,7 +70,7 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
     world.run_on_all_ranks(partial(_refuse_flags_of_others, options, task))
     evaluate = world.run_on_all_ranks(partial(EVALUATIONS.find, task))
     counted = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    result = evaluate(vars(options), world, ThroughputLine(counted, shown=world.is_rank_zero))
+    result = evaluate(options, world, ThroughputLine(counted, shown=world.is_rank_zero))
     world.run_on_rank_zero(lambda: _report(options.json, result))
     return DONE
 

@@ -23,7 +23,7 @@ from horovod_volo.core.errors import UserError, refuse_mistakes
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.engine.callbacks import Callback
-    from horovod_volo.engine.setup import Start
+    from horovod_volo.engine.run import Start
 
 DONE, STOPPED = 0, 75
 
@@ -64,8 +64,7 @@ def _train(config: Config) -> int:
 
     with closing(Watchdog(config.run.hang_timeout, ranks_change=config.launch.elastic)) as watchdog:
         from horovod_volo.engine.callbacks import standard_callbacks
-        from horovod_volo.engine.run import LAUNCHES, run
-        from horovod_volo.engine.setup import FROM_DISK
+        from horovod_volo.engine.run import FROM_DISK, LAUNCHES, run
 
         def train(config: Config, world: World, callbacks: Sequence[Callback], start: Start) -> int:
             finished = run(config, world, stop, watchdog, callbacks=callbacks, start=start)

@@ -30,9 +30,7 @@ from horovod_volo.core.names import nearest
 if TYPE_CHECKING:
     from os import PathLike
 
-    from horovod_volo.cluster.world import World
     from horovod_volo.engine.callbacks import Callback
-    from horovod_volo.engine.given_data import GivenData
     from horovod_volo.engine.task import Metrics
     from horovod_volo.evaluation.predictions import Classes
 
@@ -61,37 +59,25 @@ class Trainer:
         *,
         recipe: str = "",
         config: Config | None = None,
-        train: Any = None,
-        val: Any = None,
-        data_id: str = "",
         callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
         """Check the settings; raise UserError for a mistake.
 
         `data` is the data folder. `settings` are those of the command line by name, such as `batch_size=64`;
-        they override the `recipe`, a name or a TOML file. A `config` takes the place of both.
-        `train` and `val` are data sets (SampleSequence, or of Hugging Face's `datasets`) in the place of
-        `data`; without `val`, a share of `train` is held out. A resumed run must have the same labels and
-        `data_id`. `callbacks` are called at fixed points of the run.
+        they override the `recipe`, a name or a TOML file. A `config` takes the place of all of them.
+        `callbacks` are called at fixed points of the run.
         """
         if config is not None and (data or recipe or settings):
             raise UserError(
                 "A Trainer takes a config, or a data folder, a recipe and settings. Drop one of them."
             )
         if config is None:
-            given = {"data_dir": data, **settings} if data else settings
-            if train is not None and not (recipe or {"name", "model"} & settings.keys()):
-                given = {"name": data_id or "data", **given}  # the model is chosen at the start
-            config = build_config(recipe, _checked(given))
+            config = build_config(recipe, _checked({"data_dir": data, **settings} if data else settings))
         check(config)
-        _check_data(config, train, val)
+        if config.launch.elastic:
+            raise UserError("Elastic runs are started by `python -m horovod_volo.train`. Drop elastic.")
         self.config = config
-        self._data_sets: GivenData | None = None
-        if train is not None:
-            from horovod_volo.engine.given_data import GivenData
-
-            self._data_sets = GivenData(train, val, data_id)
         self._callbacks = list(callbacks)
         self._ran, self._began = config, False  # the settings with what the start of a run chose
 
@@ -104,7 +90,6 @@ class Trainer:
         """Train to the end, or until a stop is requested; the next call resumes. Collective."""
         from horovod_volo.cluster.watchdog import watchdog_for
         from horovod_volo.engine.callbacks import StartAndEnd, standard_callbacks
-        from horovod_volo.engine.classification import Classification
         from horovod_volo.engine.interrupts import StopRequest
         from horovod_volo.engine.run import run
 
@@ -112,53 +97,43 @@ class Trainer:
         if self._began:
             config = replace(config, run=replace(config.run, resume="auto"))
         noted = StartAndEnd()
-        task = None if self._data_sets is None else Classification(self._data_sets.lists)
         with closing(watchdog_for(config.run.hang_timeout)) as watchdog, StopRequest.while_training() as stop:
             world = connect_once(config)
             try:
                 callbacks = [*standard_callbacks(), noted, *self._callbacks]
-                finished = run(config, world, stop, watchdog, callbacks=callbacks, task=task)
+                finished = run(config, world, stop, watchdog, callbacks)
             finally:
                 self._ran, self._began = noted.config or self._ran, self._began or noted.config is not None
         return world.run_on_rank_zero(lambda: _read_result(self.folder, finished, noted.step))
 
     def evaluate(
         self,
-        data: Any = None,
+        data: str | PathLike[str] | None = None,
         *,
         weights: Weights = "best",
         use_ema: bool = False,
         split: Literal["train", "val"] = "val",
     ) -> Metrics:
-        """Return the metrics of the run's weights on its held-out images, or on `data`. Collective.
+        """Return the metrics of the run's weights on its held-out images, or those in `data`. Collective.
 
-        `data` is a folder, or a data set like `val`. Every image counts once, whatever the number of ranks.
+        Every image counts once, whatever the number of ranks.
         """
         from horovod_volo.engine.classification_data import catalog_folder
+        from horovod_volo.evaluate import build_parser
         from horovod_volo.evaluation.task_results import EVALUATIONS
         from horovod_volo.plugins import load_plugins
 
-        settings, task = self._ran, self._ran.model.task
-        is_data_set = data is not None and not isinstance(data, str | Path)
-        if is_data_set and task != "classification":
-            raise UserError(f"evaluate takes a data set for classification, not for {task}. Give a folder.")
+        settings = self._ran
         world = connect_once(settings)
         world.run_on_all_ranks(partial(load_plugins, settings.run.plugin))
         source = world.run_on_rank_zero(lambda: str(self._weights(weights)))
-        listed = is_data_set or (data is None and self._data_sets is not None)
-        options = {
-            "data_dir": settings.data.data_dir if data is None or is_data_set else str(data),
-            "weights": source,
-            "use_ema": use_ema,
-            "batch_size": self._eval_batch(),
-            "precision": settings.model.precision,
-            "split": split,
-            "catalog_dir": str(catalog_folder(settings.data.catalog_dir, settings.run.output, world) or ""),
-            "images": partial(self._list, data, source, split) if listed else None,
-        }
+        flags = build_parser().parse_args([os.fspath(data or settings.data.data_dir), "--weights", source])
         of_run = ("workers", "image_decoder", "crop_pct", "cache_dir", "cache_gib")
-        options |= {name: getattr(settings.data, name) for name in of_run}
-        return EVALUATIONS.find(task)(options, world, lambda *_: None).metrics
+        vars(flags).update({name: getattr(settings.data, name) for name in of_run})
+        flags.use_ema, flags.split, flags.batch_size = use_ema, split, self._eval_batch()
+        flags.precision = settings.model.precision
+        flags.catalog_dir = str(catalog_folder(settings.data.catalog_dir, settings.run.output, world) or "")
+        return EVALUATIONS.find(settings.model.task)(flags, world, lambda *_: None).metrics
 
     def predict(
         self, images: Any, *, top: int = 5, weights: Weights = "best", use_ema: bool = False
@@ -203,16 +178,6 @@ class Trainer:
         world.run_on_rank_zero(lambda: export.export(options))
         return Path(folder)
 
-    def _list(self, data: Any, source: str, split: str, world: World) -> Any:
-        """Return the list of a data set's images, with the numbers that the classes had in training."""
-        from horovod_volo.engine.given_data import GivenData
-        from horovod_volo.models.weights_header import read_class_names
-
-        given = self._data_sets or GivenData(None)
-        if data is not None:
-            return given.list_of(data, read_class_names(source), world)
-        return given.lists(self.config, world)[0 if split == "train" else 1]
-
     def _eval_batch(self) -> int:
         return self._ran.data.eval_batch_size or self._ran.data.batch_size
 
@@ -233,25 +198,6 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"There is no setting {name!r}.{nearest(name, settings)}")
     plain = {name: os.fspath(each) if isinstance(each, os.PathLike) else each for name, each in given.items()}
     return {name: settings[name].checked(value, name) for name, value in plain.items()}
-
-
-def _check_data(config: Config, train: Any, val: Any) -> None:
-    """Raise UserError for settings of data that contradict each other, or that only a command can have."""
-    if config.launch.elastic:
-        raise UserError("Elastic runs are started by `python -m horovod_volo.train`. Drop elastic.")
-    if val is not None and train is None:
-        raise UserError("val is given without train. Give train too, or a data folder.")
-    if train is None:
-        return
-    if config.data.data_dir:
-        raise UserError("Both a data folder and train are given. Drop one of them.")
-    if config.model.task != "classification":
-        raise UserError(f"train and val are for classification. Give a data folder for {config.model.task}.")
-    if config.objective.token_label_data:
-        raise UserError(
-            "token_label_data is found by the names of image files, which a data set does not have. Drop it, "
-            "or give a data folder."
-        )
 
 
 def _read_result(folder: Path, finished: bool, step: int) -> TrainResult:

@@ -22,7 +22,7 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, OpenFile
 from horovod_volo.engine.classification import Classification, ClassificationLearner
 from horovod_volo.engine.classification_data import Images
-from horovod_volo.engine.context import Plan, TrainContext, build_context
+from horovod_volo.engine.context import Plan, TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
@@ -88,7 +88,7 @@ def synthetic_context(config: Config, world: World, resources: RankResources | N
     catalog = catalog_without_files(global_batch, num_classes)
     images = Images(catalog, catalog, label_maps=None)
     plan = Plan(config, derive(config, ranks=world.size, images=global_batch), task, images, resources)
-    return build_context(plan, world, state, Logger(), StopRequest())
+    return TrainContext(plan, world, state, Logger(), StopRequest())
 
 
 def learner_of(context: TrainContext) -> ClassificationLearner:

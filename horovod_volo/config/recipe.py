@@ -20,6 +20,8 @@ RECIPES = Path(__file__).parent / "recipes"
 
 # Keys that moved to another table: they are read from both.
 _MOVED = {("exchange", "precision"): "model"}
+# Settings of features that are gone: the resolved.toml of runs that did not use them has them, as 0.
+_REMOVED = {("logging", "histograms_every")}
 
 
 def recipe_names() -> list[str]:
@@ -66,6 +68,8 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             continue
         for key, value in table.items():
             home = _MOVED.get((group, key), group)
+            if (group, key) in _REMOVED and not value:
+                continue
             if (home, key) not in settings:
                 raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")
             if home != group:

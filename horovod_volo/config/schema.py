@@ -163,7 +163,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Logging:
-    """pictures, histograms and further loggers"""
+    """pictures and further loggers"""
 
     log_to: str = setting(
         "", "log metrics to wandb, mlflow or csv too; may be repeated", repeatable=True, also=("--log-wandb",)
@@ -173,11 +173,6 @@ class Logging:
         "epochs between pictures of training images and of outlook attention in TensorBoard, from the start "
         "on; 0: none",
         also=("--save-images",),
-    )
-    histograms_every: CountOrZero = setting(
-        0,
-        "epochs between histograms of weights and gradients in TensorBoard, by block, from the start on; "
-        "0: none",
     )
 
 

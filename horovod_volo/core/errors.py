@@ -27,14 +27,9 @@ class BadSampleError(Exception):
 
 def error_of_code(what: str, error: Exception, remedy: str) -> UserError:
     """Return the error that says where the code of a user, such as a plugin, failed."""
-    return UserError(f"{what}: {error_and_place(error)}. {remedy}")
-
-
-def error_and_place(error: Exception) -> str:
-    """Return an error on one line, with the file and line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return f"{text} ({frame.filename}, line {frame.lineno})"
+    return UserError(f"{what}: {text} ({frame.filename}, line {frame.lineno}). {remedy}")
 
 
 def escape_controls(text: str) -> str:

@@ -32,7 +32,7 @@ from horovod_volo.data.image_decoder import (
     image_decoder,
     resizing_inputs,
 )
-from horovod_volo.data.images.catalog import ImageList
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, announced
 from horovod_volo.data.prefetcher import READING_ALONE_SECONDS, BatchPrefetcher, ImageThreadPool, PendingBatch
 from horovod_volo.data.reading import Encoded, ImageFiles, Resize, read_image, resized_shape
@@ -56,7 +56,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
 
     def __init__(
         self,
-        catalog: ImageList,
+        catalog: Catalog,
         label_maps: LabelSource | None,
         settings: Data,
         *,
@@ -258,7 +258,7 @@ class EvalLoader(EvalBatches):
 
     def __init__(
         self,
-        catalog: ImageList,
+        catalog: Catalog,
         settings: Data,
         *,
         image_size: int,

@@ -26,6 +26,7 @@ from horovod_volo.engine.task import (
     Learner,
     Metrics,
     Task,
+    TaskData,
     TrainBatches,
     drop_path_seed,
 )
@@ -68,7 +69,7 @@ def rank_context(
 
 
 @dataclass(frozen=True)
-class DenseData:
+class DenseData(TaskData):
     """The lists of training and held-out images, and what the banner says about them."""
 
     train: Any
@@ -78,10 +79,6 @@ class DenseData:
     def describe(self, config: Config) -> str:  # noqa: ARG002
         """Describe the images for the banner."""
         return self.description
-
-    def warnings(self, config: Config) -> list[str]:  # noqa: ARG002
-        """Return no warnings."""
-        return []
 
     def close(self) -> None:
         """Close all files."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,6 @@ from horovod_volo.engine.task import Samples
 from horovod_volo.evaluation.task_results import (
     EVALUATIONS,
     EXPORTS,
-    EvalRequest,
     Evaluated,
     Progress,
     Trained,
@@ -75,20 +75,8 @@ def load_dense(source: str, image_side: int, use_ema: bool) -> TrainedDense:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DenseRequest(EvalRequest):
-    """What an evaluation of segmentation or detection reads besides."""
-
-    predictions: str = ""  # folder; empty: none are written
-    # Of segmentation alone:
-    test_mode: Literal["run", "whole", "slide"] = "run"
-    scales: Sequence[float] = (1.0,)
-    flip: bool = False
-
-
-def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Evaluated:
+def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     """Evaluate a network on every image once. Collective: every rank calls this."""
-    request = DenseRequest.from_options(options)
     world.run_on_all_ranks(partial(_check, request))
     task = DENSE_TASKS[str(settings_of_run(request.weights)["task"])]
     images = world.run_on_rank_zero(partial(task.list_split, Path(request.data_dir), request.split))
@@ -135,7 +123,7 @@ def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Ev
     return Evaluated(measured.metrics, lines, record, bad)
 
 
-def _check(request: DenseRequest) -> None:
+def _check(request: Namespace) -> None:
     """Raise UserError if predictions cannot be made or written as requested."""
     if any(not scale > 0 for scale in request.scales):
         raise UserError("--scales takes factors above 0.")
@@ -151,7 +139,7 @@ def _check(request: DenseRequest) -> None:
         raise UserError(f"--predictions cannot write into {request.predictions}. Name another folder.")
 
 
-def _load_fitting(request: DenseRequest, images: Samples) -> TrainedDense:
+def _load_fitting(request: Namespace, images: Samples) -> TrainedDense:
     """Load the network; raise UserError if it was trained on other classes than those of the images."""
     trained = load_dense(request.weights, 0, request.use_ema)
     if trained.num_classes != len(images.classes):
@@ -170,7 +158,7 @@ def _load_fitting(request: DenseRequest, images: Samples) -> TrainedDense:
 
 
 def _lines(
-    request: DenseRequest, record: Mapping[str, Any], messages: list[str], rows: list[tuple[str, str]]
+    request: Namespace, record: Mapping[str, Any], messages: list[str], rows: list[tuple[str, str]]
 ) -> list[str]:
     """Return the lines that are printed, the last ones about the classes of lowest value."""
     scales = " ".join(f"{scale:g}" for scale in request.scales) + ", mirrored too" * request.flip

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import uuid
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -73,7 +74,7 @@ class ElasticJob:
         self._own_id = uuid.uuid4().hex.encode()
         self._is_first = True
         listen_for_hosts(self)
-        server = _Server(self)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_FromHorovod, self))
         threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
         os.environ[_ADDRESS], os.environ[_PORT] = "127.0.0.1", str(server.server_address[1])
 
@@ -87,12 +88,11 @@ class ElasticJob:
         Raise RemovedError if this host has left the job, and DriverLostError if horovodrun does not answer.
         """
         leave_ranks()
-        while True:
-            if not self._is_first:  # the launcher gave the first rank in the environment
-                self._ask_for_rank()
-            self._is_first = False
-            if self._all_there():
-                return
+        # The launcher gave the first rank in the environment.
+        has_rank, self._is_first = self._is_first, False
+        while not (has_rank and self._all_there()):
+            self._ask_for_rank()
+            has_rank = True
 
     def pass_on(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Send a request to the driver; return status and body. Raise DriverLostError without an answer."""
@@ -164,44 +164,28 @@ def _wait_for_turn() -> None:
     time.sleep(int(os.environ["HOROVOD_RANK"]) / _REQUESTS_PER_SECOND)
 
 
-class _Server(ThreadingHTTPServer):
-    """What Horovod in this process takes for the driver."""
-
-    daemon_threads = True
-
-    def __init__(self, job: ElasticJob) -> None:
-        super().__init__(("127.0.0.1", 0), _FromHorovod)
-        self.job = job
-
-
 class _FromHorovod(BaseHTTPRequestHandler):
-    """Answers Horovod's question for the rank, and passes its other requests on."""
+    """What Horovod takes for the driver: answers its question for the rank, and passes on other requests."""
 
-    server: _Server
+    def __init__(self, job: ElasticJob, *connection: Any) -> None:
+        self._job = job
+        super().__init__(*connection)
 
     def do_GET(self) -> None:
-        if self.path.startswith(_QUESTION):
-            self._reply(http.client.OK, self.server.job.answer)
-        else:
-            self._pass_on()
-
-    def do_PUT(self) -> None:
-        self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))
-
-    def do_DELETE(self) -> None:
-        self._pass_on()
-
-    def _pass_on(self, body: bytes | None = None) -> None:
         try:
-            self._reply(*self.server.job.pass_on(self.command, self.path, body))
+            if self.command == "GET" and self.path.startswith(_QUESTION):
+                status, answer = int(http.client.OK), self._job.answer
+            else:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                status, answer = self._job.pass_on(self.command, self.path, body or None)
         except DriverLostError:
-            self._reply(http.client.BAD_GATEWAY, b"")
-
-    def _reply(self, status: int, body: bytes) -> None:
+            status, answer = http.client.BAD_GATEWAY, b""
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(answer)
+
+    do_PUT = do_DELETE = do_GET  # noqa: N815
 
     def log_message(self, *_: Any) -> None:
         """Print nothing."""

@@ -26,12 +26,11 @@ from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.schema import Config, by_flag
 from horovod_volo.core.errors import UserError, print_error
 from horovod_volo.elastic.job import DriverLostError, ElasticJob, RemovedError
-from horovod_volo.elastic.ledger import LedgerCallback, LedgerStep
+from horovod_volo.elastic.ledger import Ledger, LedgerStep
 from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.run import LAUNCHES, Train
-from horovod_volo.engine.setup import Start
+from horovod_volo.engine.run import LAUNCHES, Start, Train
 from horovod_volo.engine.state import TrainState
 
 _MOST_IN_VAIN = 5
@@ -52,14 +51,15 @@ class ElasticRun(Callback):
 
     def __init__(self, job: ElasticJob) -> None:
         self.job = job
-        self.ledger = LedgerCallback()
+        self.ledger = Ledger()
         self.formed = 0  # how often this run's ranks were formed before
         self.resumes = False  # whether the run had begun, but no rank has its state: it is in a checkpoint
         self._failed: UserError | None = None  # in a callback, before the ranks were formed again
         self._began = False
         self._progress: Reached | None = None
         self._tensors: StateDicts = {}
-        self._newest: tuple[int, Reached] | None = None
+        self._root = 0  # the rank that has come furthest
+        self._newest: Reached | None = None
 
     def started(self, run: TrainContext) -> None:
         if self.formed:
@@ -73,7 +73,7 @@ class ElasticRun(Callback):
 
     def ranks_lost(self, run: TrainContext) -> None:
         """Keep the state after the last complete step, unless it was being loaded from a checkpoint."""
-        state = run.state
+        state, newest = run.state, self._newest
         if run.callbacks.failed is not None:  # without its traceback, which keeps the model in memory
             self._failed = self._failed or UserError(str(run.callbacks.failed))
         if state.step < 0:
@@ -83,42 +83,36 @@ class ElasticRun(Callback):
             if outcome.own.step <= state.step:
                 self.ledger.step_agreed(run, outcome)
         statistics.restore()  # the step under way has changed them
-        in_vain = 0
-        if self._newest is not None and self._newest[1].step == state.step:
-            in_vain = self._newest[1].in_vain + 1
         self._tensors = {
             file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
             for file, tensors in state.full_state_dict().items()
         }
-        self._progress = Reached(
-            state.step, self.formed + 1, in_vain, state.scaler.state_dict(), self.ledger.latest()
-        )
+        in_vain = newest.in_vain + 1 if newest and newest.step == state.step else 0
+        scaler, steps = state.scaler.state_dict(), self.ledger.latest()
+        self._progress = Reached(state.step, self.formed + 1, in_vain, scaler, steps)
 
     def find_newest(self, world: World) -> Reached | None:
         """Return the progress of the rank that has come furthest; None at the start of a run. Collective."""
         by_rank: list[tuple[bool, Reached | None]] = world.allgather_object((self._began, self._progress))
-        reached = [(rank, progress) for rank, (_, progress) in enumerate(by_rank) if progress is not None]
-        self._newest = max(reached, key=lambda each: each[1].step, default=None)
+        reached = [(progress.step, -rank) for rank, (_, progress) in enumerate(by_rank) if progress]
+        self._root = -max(reached)[1] if reached else 0
+        newest = self._newest = by_rank[self._root][1]
+        self.formed = newest.formed if newest else self.formed
         self._began = any(began for began, _ in by_rank)  # a newcomer to the run learns it
-        self.resumes = self._began and self._newest is None
-        self.ledger = LedgerCallback(self._newest[1].ledger if self._newest is not None else ())
-        if self._newest is None:
-            return None
-        newest = self._newest[1]
-        if newest.in_vain > _MOST_IN_VAIN:
+        self.resumes = self._began and newest is None
+        self.ledger = Ledger(newest.ledger if newest else ())
+        if newest is not None and newest.in_vain > _MOST_IN_VAIN:
             raise AllRanksError(
                 f"The ranks were formed again {newest.in_vain} times in a row without completing a step, so "
                 f"this run ends at step {newest.step}. Resume from its last checkpoint with --resume auto."
             )
-        self.formed = newest.formed
         return newest
 
     def take_over(self, state: TrainState, world: World) -> None:
         """Load the state of the rank that has come furthest. Collective: every rank calls this."""
         assert self._newest is not None
-        root, newest = self._newest
-        saved = self._tensors if world.rank == root else {}
-        state.load_full_state_dict(saved, newest.scaler, newest.step, world, root)
+        saved = self._tensors if world.rank == self._root else {}
+        state.load_full_state_dict(saved, self._newest.scaler, self._newest.step, world, self._root)
         world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
 
     def forget(self) -> None:

@@ -1,35 +1,31 @@
 """Exact accuracy on the held-out images, and the classes with the lowest: every image counts once, whatever
 the number of ranks.
 
-confusions.json in the run folder and the picture `worst_confusions` in TensorBoard show what the worst
-classes are taken for, and images that were wrong. Both depend on nothing but the predictions of all images.
+confusions.json in the run folder says what the worst classes are taken for, and which images were wrong. It
+depends on nothing but the predictions of all images.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import ImageList
-from horovod_volo.data.loader import EvalLoader
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.engine.task import Metrics
 
 CONFUSIONS = "confusions.json"
 WORST_CLASSES, WRONG_IMAGES = 20, 4
 
 Confusions = dict[str, Any]  # the content of confusions.json
-# Given a batch, its predicted classes (batch,) and their probabilities (batch,).
-OnBatch = Callable[[EvalBatch, Tensor, Tensor], object]
 
 
 class EvalCounts(NamedTuple):
@@ -52,75 +48,48 @@ class EvalCounts(NamedTuple):
         }
 
 
-def count_correct(
-    model: nn.Module,
-    loader: EvalLoader,
-    device: torch.device,
-    on_batch: OnBatch = lambda batch, predictions, probabilities: None,  # noqa: ARG005
-) -> Tensor:
-    """Return this rank's sums in the order of EvalCounts (5,); they stay on the device."""
-    counts = torch.zeros(5, dtype=torch.float64, device=device)
-    for batch in loader:
-        logits = model(batch.images).float()  # (batch, classes)
+class ImageScores:
+    """Counts correct predictions of this rank, and collects its predicted classes.
+
+    All stays on the device until `gather`: the host does not wait for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = torch.zeros(5, dtype=torch.float64, device=device)  # in the order of EvalCounts
+        self._batches: list[tuple[NDArray[np.int64], Tensor, Tensor]] = []
+
+    def add(self, batch: EvalBatch, logits: Tensor) -> None:
+        """Add the logits of a batch (batch, classes)."""
+        logits, bad = logits.float(), batch.classes == NO_CLASS
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (batch, 5)
         correct = best == batch.classes[:, None]
         loss = F.cross_entropy(logits, batch.classes, reduction="sum", ignore_index=NO_CLASS)
-        bad = (batch.classes == NO_CLASS).sum()
-        counts += torch.stack([correct[:, 0].sum(), correct.any(dim=1).sum(), loss, len(logits) - bad, bad])
-        on_batch(batch, best[:, 0], logits.softmax(dim=1).amax(dim=1))
-    return counts
+        sums = correct[:, 0].sum(), correct.any(dim=1).sum(), loss, (~bad).sum(), bad.sum()
+        self._counts += torch.stack(sums)
+        predictions = torch.where(bad, NO_CLASS, best[:, 0])
+        self._batches.append((batch.indices, predictions, logits.softmax(dim=1).amax(dim=1)))
 
+    def gather(
+        self, catalog: Catalog, world: World
+    ) -> tuple[EvalCounts, NDArray[np.int64], NDArray[np.float32]]:
+        """Return the sums, and the predicted class of every image and its probability, both (images,).
 
-def sum_counts(counts: Tensor, catalog: ImageList, world: World) -> EvalCounts:
-    """Sum the ranks' counts; raise RuntimeError unless they cover the catalog exactly. Collective."""
-    top1, top5, loss_sum, images, bad_samples = world.sum_over_ranks(*counts.tolist())
-    if images + bad_samples != len(catalog):
-        raise RuntimeError(f"evaluation covered {images + bad_samples:.0f} images of {len(catalog)}")
-    if not images:
-        raise UserError(f"none of the images in {catalog.source} can be read.")
-    return EvalCounts(int(top1), int(top5), loss_sum, int(images), int(bad_samples))
-
-
-class PredictionCollector:
-    """Collects the predicted classes of this rank's images on the device, without synchronising with it."""
-
-    def __init__(self) -> None:
-        self.done = 0  # images of this rank
-        self._indices: list[NDArray[np.int64]] = []
-        self._predictions: list[Tensor] = []
-        self._probabilities: list[Tensor] = []
-
-    def add(self, batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
-        """Add the predicted classes of a batch and their probabilities, both (batch,).
-
-        Damaged images get NO_CLASS.
+        Damaged images have NO_CLASS. Collective: every rank calls this; raise RuntimeError unless the ranks
+        cover the catalog exactly.
         """
-        self._indices.append(batch.indices)
-        self._predictions.append(torch.where(batch.classes == NO_CLASS, NO_CLASS, predictions))
-        self._probabilities.append(probabilities)
-        self.done += len(batch.indices)
-
-    def gather(self, world: World, images: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the predicted class of every image of the catalog and its probability, both (images,).
-
-        Collective: every rank calls this.
-        """
-        own: tuple[NDArray[Any], ...] = (
-            np.empty(0, np.int64),
-            np.empty(0, np.int32),
-            np.empty(0, np.float32),
-        )
-        if self._indices:
-            own = (
-                np.concatenate(self._indices),
-                torch.cat(self._predictions).to(torch.int32).cpu().numpy(),
-                torch.cat(self._probabilities).float().cpu().numpy(),
-            )
-        predictions, probabilities = np.full(images, NO_CLASS), np.zeros(images, np.float32)
-        for of_rank, rank_predictions, rank_probabilities in world.allgather_object(own):
-            predictions[of_rank] = rank_predictions
-            probabilities[of_rank] = np.nan_to_num(rank_probabilities)
-        return predictions, probabilities
+        top1, top5, loss_sum, images, bad_samples = world.sum_over_ranks(*self._counts.tolist())
+        if images + bad_samples != len(catalog):
+            raise RuntimeError(f"evaluation covered {images + bad_samples:.0f} images of {len(catalog)}")
+        if not images:
+            raise AllRanksError(f"none of the images in {catalog.source} can be read.")
+        counts = EvalCounts(int(top1), int(top5), loss_sum, int(images), int(bad_samples))
+        own = [(indices, *(part.cpu().numpy() for part in parts)) for indices, *parts in self._batches]
+        predictions, probabilities = np.full(len(catalog), NO_CLASS), np.zeros(len(catalog), np.float32)
+        for batches in world.allgather_object(own):
+            for indices, batch_predictions, batch_probabilities in batches:
+                predictions[indices] = batch_predictions
+                probabilities[indices] = np.nan_to_num(batch_probabilities)
+        return counts, predictions, probabilities
 
 
 class ClassResult(NamedTuple):
@@ -157,7 +126,7 @@ def class_results(
 
 
 def find_confusions(
-    images: ImageList, predictions: NDArray[np.int64], probabilities: NDArray[np.float32]
+    images: Catalog, predictions: NDArray[np.int64], probabilities: NDArray[np.float32]
 ) -> Confusions:
     """Return the classes of lowest accuracy, with the images that were wrong with the highest probability."""
     targets, classes, seen = np.asarray(images.targets), images.classes, predictions != NO_CLASS

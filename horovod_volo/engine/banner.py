@@ -1,5 +1,5 @@
 """A run in words: the first lines of its log, some of them also those of a dry run, and what TensorBoard says
-of its recipe, its network, its ranks and its hyperparameters.
+of its recipe and its hyperparameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from horovod_volo.config.schema import Config, Published, all_settings
 from horovod_volo.core.operators import describe_kernels
 from horovod_volo.data.image_decoder import describe_decoder
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.model_cost import ModelCost
 from horovod_volo.monitor.logger import RunDescription
 
 # Settings by which runs are compared. They are the same for all runs: TensorBoard takes the columns of its
@@ -31,22 +30,15 @@ _COMPARED = (
 def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
     """Return the properties of a run that its log begins with, given each rank's host name."""
     world, config, derived, state = context.world, context.config, context.derived, context.state
-    lines = settings_lines(config, derived, list(state.model.parameters()), state.reducer.buckets)
     host_count = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
     properties = {
         "world": f"{world.size} ranks on {host_count}, launcher {world.launcher}, "
         f"{world.controller} controller",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
-        "model": lines["model"],
-        "chosen": lines["chosen"],
-        "training": lines["training"],
         "data": context.data.describe(config),
         "decoder": describe_decoder(config.data.image_decoder),
-        "batch": lines["batch"],
-        "lr": lines["lr"],
-        "length": lines["length"],
+        **settings_lines(config, derived, list(state.model.parameters()), state.reducer.buckets),
         "kernels": "" if context.resources.device.type == "cpu" else describe_kernels(),
-        "precision": lines["precision"],
         "results": f"{context.folder}  (watch: tensorboard --logdir {context.folder.parent})",
     }
     if state.step:
@@ -123,66 +115,20 @@ def batch_warnings(config: Config, derived: Derived, images: int) -> list[str]:
     return [warning if batch in nearest else warning + advice]
 
 
-def describe_run(context: TrainContext, hosts: Sequence[str], bindings: Sequence[str]) -> RunDescription:
-    """Describe the run to TensorBoard; `hosts` and `bindings` are those of the ranks."""
+def describe_run(context: TrainContext) -> RunDescription:
+    """Describe the run to TensorBoard: its recipe, its hyperparameters, and the scores of an evaluation."""
     config, derived = context.config, context.derived
     prefixes = ("", "ema_") if config.update.ema_decay else ("",)
-    parameters = sum(parameter.numel() for parameter in context.model.parameters())
+    # An indented block of Markdown: in a fenced one, a setting could end the fence.
+    recipe = indent(dump(config).rstrip("\n"), "    ", lambda _: True)
     return RunDescription(
-        texts={
-            "recipe": _recipe_text(config),
-            "model": _model_text(config.model.model, parameters, context.cost),
-            "ranks": _ranks_text(hosts, bindings),
-        },
+        texts={"recipe": f"#### resolved.toml\n\n{recipe}"},
         hparams={
             **{item.name: item.value_in(config) for item in all_settings() if item.name in _COMPARED},
             "ranks": context.world.size,
             "global_batch": derived.global_batch,
             "peak_lr": derived.peak_lr,
-            "parameters": parameters,
+            "parameters": sum(parameter.numel() for parameter in context.model.parameters()),
         },
         scores=[prefix + score for score in context.task.scores for prefix in prefixes],
     )
-
-
-def _recipe_text(config: Config) -> str:
-    """Return all settings in Markdown, first those that differ from their defaults."""
-    rows = [
-        (item.group, f"`{item.name}`", f"`{item.value_in(config)!r}`", f"`{item.default!r}`")
-        for item in all_settings()
-        if item.name in config.non_default
-    ]
-    table = markdown_table("group", "setting", "value", "default", rows=rows)
-    differing = table if rows else "Every setting has its default."
-    titles = ("#### Settings that differ from their defaults", "#### resolved.toml")
-    # An indented block: in a fenced one, a setting could end the fence.
-    listing = indent(dump(config).rstrip("\n"), "    ", lambda _: True)
-    return "\n\n".join([titles[0], differing, titles[1], listing])
-
-
-def _model_text(name: str, parameters: int, cost: ModelCost) -> str:
-    """Return the blocks of the network, their parameters and their operations in Markdown."""
-    total = f"**{name}**: {parameters:,} parameters"
-    if cost.forward_flops:
-        total += f", {cost.forward_flops / 1e9:.3g} GFLOPs in the forward of one image"
-    elif cost.problem:
-        total += f"; operations are not counted: {cost.problem}"
-    rows = [
-        (f"`{block.name}`", block.kind, f"{block.parameters:,}", f"{block.flops / 1e6:,.1f}")
-        for block in cost.blocks
-    ]
-    return f"{total}\n\n{markdown_table('block', 'class', 'parameters:', 'MFLOPs of a forward:', rows=rows)}"
-
-
-def _ranks_text(hosts: Sequence[str], bindings: Sequence[str]) -> str:
-    """Return the host, the device and the binding of each rank in Markdown."""
-    devices = [text.partition("; ")[::2] for text in bindings]
-    rows = [(f"{rank}", host, *devices[rank]) for rank, host in enumerate(hosts)]
-    return markdown_table("rank:", "host", "device", "binding", rows=rows)
-
-
-def markdown_table(*head: str, rows: Iterable[tuple[str, ...]]) -> str:
-    """Return a table in Markdown; a column whose name ends in a colon is aligned to the right."""
-    titles = [name.removesuffix(":") for name in head]
-    rule = "".join("|--:" if name.endswith(":") else "|---" for name in head)
-    return "\n".join([f"| {' | '.join(titles)} |", f"{rule}|", *(f"| {' | '.join(row)} |" for row in rows)])

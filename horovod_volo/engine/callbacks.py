@@ -140,20 +140,19 @@ def standard_callbacks() -> list[Callback]:
 
 def build_plugin_callbacks(modules: str) -> list[Callback]:
     """Build the callbacks that the plugins have registered; raise UserError if one cannot be built."""
-    return [_built(plugin, build) for plugin, build in callbacks_of_plugins(modules)]
-
-
-def _built(plugin: str, build: Callable[[], object]) -> Callback:
-    try:
-        callback = build()
-    except Exception as error:  # a plugin may raise anything
-        raise _failure(f"A callback of the plugin {plugin}", "its constructor", error) from error
-    if not isinstance(callback, Callback):
-        raise UserError(
-            f"The plugin {plugin} registered {type(callback).__name__}, which is no callback. Derive its "
-            "class from horovod_volo.Callback."
-        )
-    return callback
+    callbacks = []
+    for plugin, build in callbacks_of_plugins(modules):
+        try:
+            callback = build()
+        except Exception as error:  # a plugin may raise anything
+            raise _failure(f"A callback of the plugin {plugin}", "its constructor", error) from error
+        if not isinstance(callback, Callback):
+            raise UserError(
+                f"The plugin {plugin} registered {type(callback).__name__}, which is no callback. Derive its "
+                "class from horovod_volo.Callback."
+            )
+        callbacks.append(callback)
+    return callbacks
 
 
 def _failure(name: str, where: str, error: Exception) -> UserError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from horovod_volo.cluster.world import RankResources, World, WorldSums
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
-from horovod_volo.core.batch import EvalBatch, TrainBatch
+from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.data.augmentation.policy import parse_policy
@@ -23,14 +22,11 @@ from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.engine.accuracy import (
     CONFUSIONS,
     Confusions,
-    PredictionCollector,
-    count_correct,
+    ImageScores,
     find_confusions,
-    sum_counts,
 )
 from horovod_volo.engine.classification_data import (
     Images,
-    ReadLists,
     count_images,
     map_geometry,
     read_images,
@@ -61,10 +57,7 @@ from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 
 
 class Classification:
-    """The task of the published training, on the data sets of a program or on those of the data folder."""
-
-    def __init__(self, lists: ReadLists | None = None) -> None:
-        self._lists = lists
+    """The task of the published training."""
 
     scores = ("top1", "top5")
 
@@ -83,7 +76,7 @@ class Classification:
         return with_token_size_warning(choose_settings(config, images, ranks, device_facts(device)))
 
     def read(self, config: Config, world: World) -> Images:
-        return read_images(config, world, self._lists)
+        return read_images(config, world)
 
     def count(self, config: Config) -> tuple[int, int] | None:
         return count_images(config)
@@ -114,21 +107,7 @@ class Classification:
     ) -> ClassificationLearner:
         if config.model.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").connect(network, WorldSums(world))
-        train_loader, eval_loader = build_loaders(config, world, data, resources)
-        side = tokens_per_side(config.model.model, config.model.img_size)
-        return ClassificationLearner(
-            config=config,
-            world=world,
-            device=resources.device,
-            images=data,
-            train_loader=train_loader,
-            eval_loader=eval_loader,
-            network=network,
-            network_forward=training_forward(network),
-            criterion=build_loss(config.objective, len(data.train.classes), side, data.class_weights),
-            mix=build_mix(config, world),
-            autocast=autocast(config.model.precision, resources.device),
-        )
+        return ClassificationLearner(config, world, data, resources, network)
 
     def metadata(self, config: Config) -> dict[str, Any]:
         return {"aux_head": trains_aux_head(config)}
@@ -159,28 +138,26 @@ class Logits(NamedTuple):
     mix: Mix
 
 
-@dataclass
 class ClassificationLearner(Learner[TrainBatch, Logits]):
     """The network of a run on one rank, its mixing and its loss, fed by its loaders."""
 
-    config: Config
-    world: World
-    device: torch.device
-    images: Images
-    train_loader: TrainLoader
-    eval_loader: EvalLoader
-    network: nn.Module
-    network_forward: Forward
-    criterion: Loss
-    mix: Callable[[int, int], Mix]  # mix(step, micro-batch)
-    autocast: torch.autocast
-    confusions: Confusions = field(default_factory=dict)  # of the better network of the last evaluation
-
     loss_names = LossParts._fields
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, config: Config, world: World, images: Images, resources: RankResources, network: nn.Module
+    ) -> None:
+        self.config, self.world, self.images, self.network = config, world, images, network
+        self.device = resources.device
+        self.train_loader, self.eval_loader = build_loaders(config, world, images, resources)
         self.bad_held_out = self.eval_loader.bad_samples
-        self.classes = self.images.train.targets if self.config.data.balance else None
+        self.network_forward: Forward = training_forward(network)
+        side = tokens_per_side(config.model.model, config.model.img_size)
+        self.criterion: Loss = build_loss(
+            config.objective, len(images.train.classes), side, images.class_weights
+        )
+        self.mix = build_mix(config, world)  # mix(step, micro-batch)
+        self.autocast = autocast(config.model.precision, resources.device)
+        self.confusions: Confusions = {}  # of the better network of the last evaluation
 
     def forward(self, batch: TrainBatch, step: int, number: int) -> Logits:
         """Return the logits of mixed images."""
@@ -196,16 +173,12 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
 
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the accuracy of a model on the held-out images. Collective: every rank calls this."""
-        collector, held_out = PredictionCollector(), self.images.held_out
-
-        def on_batch(batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
-            collector.add(batch, predictions, probabilities)
-            beat(len(batch.indices))
-
+        scores, held_out = ImageScores(self.device), self.images.held_out
         with torch.inference_mode(), self.autocast:
-            rank_counts = count_correct(model, self.eval_loader, self.device, on_batch)
-        counts = sum_counts(rank_counts, held_out, self.world)
-        predictions, probabilities = collector.gather(self.world, len(held_out))
+            for batch in self.eval_loader:
+                scores.add(batch, model(batch.images))
+                beat(len(batch.indices))
+        counts, predictions, probabilities = scores.gather(held_out, self.world)
         if self.world.is_rank_zero:
             found = find_confusions(held_out, predictions, probabilities)
             if not self.confusions or found["top1"] > self.confusions["top1"]:
@@ -217,10 +190,6 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         self.eval_loader.close()
         self.images.close()
 
-    def pictures(self) -> Mapping[str, Picture]:
-        """Return the worst confusions of the last evaluation."""
-        return _drawing().confusions(self.images.held_out, self.confusions)
-
     def files(self, step: int) -> Mapping[str, str]:
         """Return the confusions of the last evaluation, and forget them: the next one is of a later step."""
         found, self.confusions = self.confusions, {}
@@ -228,26 +197,14 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
 
     def training_pictures(self, batch: TrainBatch, step: int) -> Mapping[str, Picture]:
         """Return pictures of the first images of a micro-batch, the first of a step."""
-        mix = self.mix(step, 0)
-        classes = self.images.train.classes
-        return _drawing().batch(batch, mix, self.criterion, self.network, classes, self.config)
+        if not PICTURES.has_extra("classification"):
+            return {}
+        draw, classes = PICTURES.find("classification"), self.images.train.classes
+        return draw(batch, self.mix(step, 0), self.criterion, self.network, classes, self.config)
 
 
-class Drawing(NamedTuple):
-    """What draws a micro-batch, and the confusions of an evaluation (pictures/classification.py)."""
-
-    batch: Callable[..., Mapping[str, Picture]]
-    confusions: Callable[..., Mapping[str, Picture]]
-
-
-PICTURES: Registry[Drawing] = Registry("pictures", "--images-every")
-
-
-def _drawing() -> Drawing:
-    """Return what draws pictures; without that extra, none are drawn."""
-    if PICTURES.has_extra("classification"):
-        return PICTURES.find("classification")
-    return Drawing(lambda *_: {}, lambda *_: {})
+# Draw the first images of a micro-batch (pictures/classification.py).
+PICTURES: Registry[Callable[..., Mapping[str, Picture]]] = Registry("pictures", "--images-every")
 
 
 def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
@@ -266,31 +223,26 @@ def build_loaders(
     config: Config, world: World, images: Images, resources: RankResources
 ) -> tuple[TrainLoader, EvalLoader]:
     """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
-    spec = spec_of(config.model.model)
+    data, spec = config.data, spec_of(config.model.model)
     common: dict[str, Any] = {
         "image_size": config.model.img_size,
         "rank": world.rank,
         "size": world.size,
         "device": resources.device,
-        "threads": config.data.workers or resources.threads,
-        "normalization": Normalization(*statistics_of_run(config.data, config.model.model)),
+        "threads": data.workers or resources.threads,
+        "normalization": Normalization(*statistics_of_run(data, config.model.model)),
     }
-    train_loader = TrainLoader(
-        images.train,
-        images.label_maps,
-        config.data,
-        seed=config.run.seed,
-        accumulation=config.update.accumulation,
-        **common,
+    seed, accumulation = config.run.seed, config.update.accumulation
+    return (
+        TrainLoader(images.train, images.label_maps, data, seed=seed, accumulation=accumulation, **common),
+        EvalLoader(
+            images.held_out,
+            data,
+            crop_pct=data.crop_pct or spec.crop_pct,
+            interpolation=spec.interpolation,
+            **common,
+        ),
     )
-    eval_loader = EvalLoader(
-        images.held_out,
-        config.data,
-        crop_pct=config.data.crop_pct or spec.crop_pct,
-        interpolation=spec.interpolation,
-        **common,
-    )
-    return train_loader, eval_loader
 
 
 TASKS: Registry[Task] = Registry("task", "--task")

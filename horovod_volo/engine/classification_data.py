@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,13 +19,12 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.names import Registry
 from horovod_volo.data.images.catalog import (
     Catalog,
-    ImageList,
     build_catalog,
     check_same_classes,
     open_catalog,
 )
 from horovod_volo.data.images.split_folder import HeldOut, Split
-from horovod_volo.engine.task import check_classes
+from horovod_volo.engine.task import TaskData, check_classes
 from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.loss import BALANCED, ClassWeights, check_threshold, read_class_weights
 from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
@@ -34,11 +33,11 @@ from horovod_volo.token_labels.source import LabelSource, map_warnings, open_lab
 
 
 @dataclass(frozen=True)
-class Images:
+class Images(TaskData):
     """The lists of training and validation images, and the label maps of the training images."""
 
-    train: ImageList
-    held_out: ImageList
+    train: Catalog
+    held_out: Catalog
     label_maps: LabelSource | None
     class_weights: ClassWeights | None = None
 
@@ -75,24 +74,16 @@ class Images:
         return found
 
 
-# Lists the training and held-out images of data sets that a program gives. Collective.
-ReadLists = Callable[[Config, World], tuple[ImageList, ImageList]]
-
-
-def read_images(config: Config, world: World, lists: ReadLists | None) -> Images:
-    """List the images of a data folder, or of given data sets, and open the label maps. Collective."""
-    label_maps = None
-    if lists is not None:
-        train, held_out = lists(config, world)
-    else:
-        data = config.data
-        folder = catalog_folder(data.catalog_dir, config.run.output, world)
-        cache = CacheSettings(data.cache_dir, data.cache_gib)
-        train, held_out = (
-            shared_catalog(data.data_dir, split, folder, world, _held_out(config), cache)
-            for split in ("train", "val")
-        )
-        label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
+def read_images(config: Config, world: World) -> Images:
+    """List the images of the data folder and open the label maps. Collective: every rank calls this."""
+    data = config.data
+    folder = catalog_folder(data.catalog_dir, config.run.output, world)
+    cache = CacheSettings(data.cache_dir, data.cache_gib)
+    train, held_out = (
+        shared_catalog(data.data_dir, split, folder, world, _held_out(config), cache)
+        for split in ("train", "val")
+    )
+    label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
 
     def weights_of_classes() -> ClassWeights | None:
         check_threshold(config.objective, len(train.classes))
@@ -153,15 +144,20 @@ class CacheSettings(NamedTuple):
     gib: float = 0.0
 
 
-class ShardServer(NamedTuple):
-    """What reads shards at an address."""
+class ImageSource(NamedTuple):
+    """What lists the images of a data folder, or of shards at an address."""
 
-    # (address, split, which images are held out, folder or memory, cache) -> the downloaded list
-    download: Callable[[str, Split, HeldOut, Path | None, CacheSettings], Catalog]
-    open: Callable[[Path, str, str, CacheSettings], Catalog]  # (downloaded list, its digest, address, cache)
+    # (folder or address, split, which images are held out, folder of the list or memory, cache) -> the list
+    build: Callable[[str, Split, HeldOut, Path | None, CacheSettings], Catalog]
+    # (the list that another rank has written, its digest, folder or address, cache) -> the list
+    open: Callable[[Path, str, str, CacheSettings], Catalog]
 
 
-SERVERS: Registry[ShardServer] = Registry("address", "DATA_DIR")
+SERVERS: Registry[ImageSource] = Registry("address", "DATA_DIR")
+_FOLDERS = ImageSource(
+    lambda data_dir, split, held_out, folder, _: build_catalog(data_dir, split, folder, held_out),
+    lambda path, digest, *_: open_catalog(path, digest),
+)
 
 
 def catalog_folder(catalog_dir: str, output: str, world: World) -> Path | None:
@@ -177,32 +173,27 @@ def shared_catalog(
     split: Split,
     folder: Path | None,
     world: World,
-    held_out: HeldOut | None = None,
-    cache: CacheSettings | None = None,
+    held_out: HeldOut = HeldOut(),  # noqa: B008  # it is frozen
+    cache: CacheSettings = CacheSettings(),  # noqa: B008
 ) -> Catalog:
     """List a split's images on rank 0 and open that list on all ranks. Collective: every rank calls this.
 
     The list is a file in `folder`; None keeps it in memory, which needs a world of one rank. That of shards
     on a server is downloaded, and `cache` keeps blocks of them.
     """
-    blocks, scheme = cache or CacheSettings(), data_dir.partition("://")[0]
-
-    def build() -> Catalog:
-        if scheme != data_dir:
-            return SERVERS.find(scheme).download(data_dir, split, held_out or HeldOut(), folder, blocks)
-        return build_catalog(data_dir, split, folder, held_out)
-
-    def open_built(path: Path, digest: str, source: str) -> Catalog:
-        if scheme != data_dir:
-            return SERVERS.find(scheme).open(path, digest, source, blocks)
-        return open_catalog(path, digest)
-
-    built = world.run_on_all_ranks(lambda: build() if world.is_rank_zero else None)
-    facts = world.broadcast_object(None if built is None else (built.path, built.digest, built.source))
-    return world.run_on_all_ranks(lambda: open_built(*facts) if built is None else built)
+    scheme, is_address, _ = data_dir.partition("://")
+    source = world.run_on_all_ranks(lambda: SERVERS.find(scheme) if is_address else _FOLDERS)
+    built = world.run_on_all_ranks(
+        lambda: source.build(data_dir, split, held_out, folder, cache) if world.is_rank_zero else None
+    )
+    facts: Any = world.broadcast_object(None if built is None else (built.path, built.digest, built.source))
+    path, digest, origin = facts
+    return world.run_on_all_ranks(
+        lambda: source.open(path, digest, origin, cache) if built is None else built
+    )
 
 
-def cache_warnings(settings: Data, train: ImageList) -> list[str]:
+def cache_warnings(settings: Data, train: Catalog) -> list[str]:
     """Return a warning if blocks of shards on a server are read again and again."""
     gib = getattr(train, "remote_bytes", 0) / 2**30
     if not settings.cache_dir or settings.block_shuffle or gib <= settings.cache_gib:

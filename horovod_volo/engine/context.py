@@ -7,21 +7,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from horovod_volo.cluster.heartbeat import Heartbeat
 from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.callbacks import Callbacks
-from horovod_volo.engine.checkpoint.files import CheckpointWriter
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS, CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.model_cost import UNKNOWN_COST, ModelCost
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState
-from horovod_volo.engine.task import Learner, Task, TaskData
+from horovod_volo.engine.task import Task, TaskData
 from horovod_volo.monitor.logger import Logger
 from horovod_volo.monitor.meters import LossMeter, StepTimer, StragglerFinder, TrainingClock
 from horovod_volo.optim.clip import Clip, build_clip, gradient_norm
@@ -48,9 +46,7 @@ class RunProgress:
     skipped: SkippedSteps
     clock: TrainingClock = field(default_factory=TrainingClock)
     stragglers: StragglerFinder | None = None  # on rank 0 of several
-    wants_histograms: bool = False  # of the next step
     logged_norm: Tensor | None = None  # of the gradients, at the step of a log point
-    recent: dict[str, list[float]] = field(default_factory=dict)  # values of the last log points, by name
     logged_bad_samples: set[str] = field(default_factory=set)
     skipped_in_a_row: int = 0  # steps, because a loss is not finite
     returns: int = 0  # to a checkpoint, because of such steps
@@ -58,39 +54,54 @@ class RunProgress:
     repairs: int = 0  # returns to a checkpoint, because the state of ranks differed
 
 
-@dataclass
 class TrainContext:
-    """One training run on one rank: the loop, the step and the checkpoints use it. Its fields stay the same.
+    """One training run on one rank: the loop, the step and the checkpoints use it. Its attributes stay.
 
-    Callbacks are given it. For them `config`, `world`, and what is documented below the fields are public.
+    Callbacks are given it. For them `config`, `world`, and what is documented below the constructor are
+    public.
     """
 
-    config: Config
-    world: World
-    resources: RankResources
-    derived: Derived
-    task: Task
-    data: TaskData
-    state: TrainState
-    learner: Learner[Any, Any]
-    progress: RunProgress
-    clip: Clip
-    gradient_norm: Callable[[], Tensor]
-    lr: Callable[[int], float]  # lr(step)
-    stop: StopRequest
-    logger: Logger
-    heartbeat: Heartbeat
-    checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    hosts: Sequence[str] = ()  # of the ranks
-    lock: RunLock | None = None  # of the run folder, on rank 0
-    cost: ModelCost = UNKNOWN_COST  # of the network
-    peak_flops: float = 0.0  # FLOP/s of the devices of all ranks together; 0: not known
+    def __init__(
+        self, plan: Plan, world: World, state: TrainState, logger: Logger, stop: StopRequest
+    ) -> None:
+        """Build the task's learner and the schedules of a run, given its state."""
+        self.config, self.derived, self.task, self.data, self.resources = plan
+        self.world, self.state, self.logger, self.stop = world, state, logger, stop
+        device, reducer = self.resources.device, state.reducer
+        self.learner = self.task.begin(self.config, world, self.data, self.resources, state.model)
+        loader = self.learner.train_loader
+        self.progress = RunProgress(
+            LossMeter(self.learner.loss_names, device, lambda: loader.waited_seconds),
+            StepTimer(device),
+            SkippedSteps(state.scaler),
+        )
+        self.clip: Clip = build_clip(
+            self.config.update.clip_mode,
+            self.config.update.clip_grad,
+            reducer.local_parameters,
+            flat_gradients=reducer.local_gradients,
+            heads=state.heads,
+            global_grad_norm=reducer.global_grad_norm,
+        )
+        self.gradient_norm = partial(gradient_norm, reducer.local_gradients, reducer.global_grad_norm)
+        self.lr = build_schedule(self.config, self.derived)  # lr(step)
+        self.heartbeat = world.collectives.heartbeat
+        self.checkpoints = CheckpointWriter()
+        self.callbacks = Callbacks()
+        self.hosts: Sequence[str] = ()  # of the ranks
+        self.lock: RunLock | None = None  # of the run folder, on rank 0
+        self.forward_flops = 0.0  # of the network, of one image; 0: not known
+        self.peak_flops = 0.0  # FLOP/s of the devices of all ranks together; 0: not known
 
     @property
     def folder(self) -> Path:
         """Return the run folder."""
         return run_folder(self.config)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Return the folder of the checkpoints, inside the run folder."""
+        return self.folder / CHECKPOINTS
 
     @property
     def step(self) -> int:
@@ -135,39 +146,6 @@ class TrainContext:
 def run_folder(config: Config) -> Path:
     """Return the folder of a run's results."""
     return Path(config.run.output) / config.run.name
-
-
-def build_context(
-    plan: Plan, world: World, state: TrainState, logger: Logger, stop: StopRequest
-) -> TrainContext:
-    """Build the task's learner and the schedules of a run, given its state."""
-    config, resources = plan.config, plan.resources
-    learner = plan.task.begin(config, world, plan.data, resources, state.model)
-    loader, reducer = learner.train_loader, state.reducer
-    return TrainContext(
-        **plan._asdict(),
-        world=world,
-        state=state,
-        learner=learner,
-        progress=RunProgress(
-            LossMeter(learner.loss_names, resources.device, lambda: loader.waited_seconds),
-            StepTimer(resources.device),
-            SkippedSteps(state.scaler),
-        ),
-        clip=build_clip(
-            config.update.clip_mode,
-            config.update.clip_grad,
-            reducer.local_parameters,
-            flat_gradients=reducer.local_gradients,
-            heads=state.heads,
-            global_grad_norm=reducer.global_grad_norm,
-        ),
-        gradient_norm=partial(gradient_norm, reducer.local_gradients, reducer.global_grad_norm),
-        lr=build_schedule(config, plan.derived),
-        stop=stop,
-        logger=logger,
-        heartbeat=world.collectives.heartbeat,
-    )
 
 
 def build_schedule(config: Config, derived: Derived) -> Callable[[int], float]:

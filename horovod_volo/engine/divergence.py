@@ -1,5 +1,4 @@
-"""Steps whose loss or gradients are not finite on some rank, which all ranks have skipped, and losses far
-above earlier ones.
+"""Steps whose loss or gradients are not finite on some rank, which all ranks have skipped.
 
 After several skipped steps in a row the run goes back to its last checkpoint, and passes over the steps since
 then: the next step is the one that would have come next. If that does not help, it goes back to the
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from statistics import median
 
 from horovod_volo.cluster.step_statistics import Outcome
 from horovod_volo.cluster.world import AllRanksError
@@ -23,8 +21,6 @@ from horovod_volo.engine.checkpoint.saving import divergence, finish_checkpoint
 from horovod_volo.engine.context import TrainContext
 
 _IN_A_ROW, _RETURNS = 3, 3
-_EARLIER = 5
-_SPIKES = {"loss": 1.5, "gradient norm": 10.0}  # times the median of so many earlier log points
 
 
 def note_outcome(context: TrainContext, outcome: Outcome) -> None:
@@ -43,15 +39,6 @@ def note_outcome(context: TrainContext, outcome: Outcome) -> None:
             context.logger.log(f"warning: step {step} is skipped: {fault} not finite {where}")
     if context.progress.skipped_in_a_row == _IN_A_ROW:
         go_back(context, step)
-
-
-def note_value(context: TrainContext, name: str, value: float) -> None:
-    """Log the loss, or the norm of the gradients, of a log point that is far above those before it."""
-    earlier = context.progress.recent.get(name, [])
-    if len(earlier) == _EARLIER and value > _SPIKES[name] * (typical := median(earlier)):
-        text = f"the {name} is {value:.3f}, {value / typical:.1f} times that of the last log points"
-        context.logger.log(f"warning: step {context.state.step}: {text}")
-    context.progress.recent[name] = [*earlier, value][-_EARLIER:]
 
 
 def go_back(context: TrainContext, skipped: int) -> None:

@@ -5,36 +5,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from statistics import median_low
-from typing import NamedTuple
+from typing import Any
 
 from horovod_volo.cluster.watchdog import learned_limit
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.engine.banner import markdown_table
 from horovod_volo.engine.checkpoint.saving import finish_checkpoint
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.divergence import go_back, note_value
+from horovod_volo.engine.divergence import go_back
 from horovod_volo.engine.model_cost import PASSES
 from horovod_volo.monitor.logger import Values
 from horovod_volo.monitor.meters import OwnTime, device_memory_gib, host_memory_gib
 
 _DIGITS = 6  # of fractions and hours
 
-
-class RankReport(NamedTuple):
-    """What one rank has measured since the last log point."""
-
-    sums: list[float]  # of losses
-    seconds: float  # of training
-    waited: float  # of them, for data
-    exchanged: float  # of them, for other ranks
-    saved: float  # for checkpoints
-    outside: float  # of these, those that are not among the seconds of training
-    bad_samples: int
-    failed: bool  # whether a checkpoint could not be written
-    own: OwnTime
-    hours: float
-    host_memory: float
-    device_memory: tuple[float, float]  # now, and at most
+RankReport = dict[str, Any]  # what one rank has measured since the last log point
 
 
 def log_point(context: TrainContext) -> None:
@@ -44,10 +28,10 @@ def log_point(context: TrainContext) -> None:
     names = meter.sums().keys()
     context.progress.skipped.count(round(steps))
     reports: list[RankReport] = world.allgather_object(_report(context, steps))
-    if any(report.failed for report in reports):
+    if any(report["failed"] for report in reports):
         finish_checkpoint(context)
     log_bad_samples(context, context.learner.train_loader.bad_samples)
-    losses = [sum(values) for values in zip(*(report.sums for report in reports), strict=True)]
+    losses = [sum(values) for values in zip(*(report["sums"] for report in reports), strict=True)]
     finite = losses[-1]  # micro-batches
     if not finite and not context.state.reducer.statistics.looks:
         go_back(context, step)
@@ -59,23 +43,31 @@ def log_point(context: TrainContext) -> None:
         **{name: mean for name, mean in means.items() if name != "finite"},
         "lr": context.lr(step - 1),
         **_speed(context, reports, steps),
-        **_memory(reports),
+        "host_memory_gib": round(max(report["host_memory"] for report in reports), 3),
     }
+    now, most = (max(report["device_memory"][kind] for report in reports) for kind in (0, 1))
+    if most:
+        values |= {"device_memory_gib": round(most, 3), "device_allocated_gib": round(now, 3)}
     norm = context.progress.logged_norm  # none at an epoch's end between log points
     context.progress.logged_norm = None
     if norm is not None and norm.isfinite():
         values["gradient_norm"] = float(norm)
-        note_value(context, "gradient norm", float(norm))
+    own_times = [report["own"] for report in reports]
     if world.size > 1:
-        values |= _spread([report.own for report in reports])
+        own_seconds = [own.seconds for own in own_times]
+        values |= {
+            "step_seconds_min": min(own_seconds),
+            "step_seconds_median": median_low(own_seconds),
+            "step_seconds_max": max(own_seconds),
+            "slowest_rank": own_seconds.index(max(own_seconds)),
+        }
     if finite:
         context.logger.log_training(step, values)
-        note_value(context, "loss", values["loss"])
         context.callbacks.logged(context, values)
     if context.progress.stragglers is not None:
-        log_own_times(context, [report.own for report in reports])
+        log_own_times(context, own_times)
     if not context.config.run.hang_timeout:
-        mean_seconds = sum(report.seconds for report in reports) / world.size
+        mean_seconds = sum(report["seconds"] for report in reports) / world.size
         context.heartbeat.watch(learned_limit(mean_seconds / steps))
     context.callbacks.flush(context)
     gc.collect()  # on all ranks at once: they have just synchronised in allgather_object
@@ -84,30 +76,31 @@ def log_point(context: TrainContext) -> None:
 
 
 def _report(context: TrainContext, steps: float) -> RankReport:
+    """Return what this rank has measured since the last log point."""
     meter, timer = context.progress.meter, context.progress.timer
     sums = list(meter.sums().values())  # waits for the device
     saved, outside = context.progress.clock.take_checkpoint_seconds()
-    return RankReport(
-        sums=sums,
-        seconds=meter.seconds,
-        waited=meter.data_wait_seconds,
-        exchanged=timer.exchange_seconds() if context.world.size > 1 else 0.0,
-        saved=saved,
-        outside=outside,
-        bad_samples=context.learner.train_loader.bad_samples.skipped,
-        failed=context.checkpoints.failed,
-        own=OwnTime(timer.seconds_per_step(), meter.data_wait_seconds / steps),
-        hours=context.progress.clock.hours,
-        host_memory=host_memory_gib(),
-        device_memory=device_memory_gib(context.resources.device),
-    )
+    return {
+        "sums": sums,  # of losses
+        "seconds": meter.seconds,  # of training
+        "waited": meter.data_wait_seconds,  # of them, for data
+        "exchanged": timer.exchange_seconds() if context.world.size > 1 else 0.0,  # of them, for other ranks
+        "saved": saved,  # for checkpoints
+        "outside": outside,  # of these, those that are not among the seconds of training
+        "bad_samples": context.learner.train_loader.bad_samples.skipped,
+        "failed": context.checkpoints.failed,  # whether a checkpoint could not be written
+        "own": OwnTime(timer.seconds_per_step(), meter.data_wait_seconds / steps),
+        "hours": context.progress.clock.hours,
+        "host_memory": host_memory_gib(),
+        "device_memory": device_memory_gib(context.resources.device),  # now, and at most
+    }
 
 
 def _speed(context: TrainContext, reports: Sequence[RankReport], steps: float) -> Values:
     """Return images per second, what part of wall time was spent on what, and what was skipped."""
 
     def total(name: str) -> float:
-        return float(sum(getattr(report, name) for report in reports))
+        return float(sum(report[name] for report in reports))
 
     seconds = total("seconds")
     images_per_second = steps * context.derived.global_batch * len(reports) / seconds
@@ -118,7 +111,7 @@ def _speed(context: TrainContext, reports: Sequence[RankReport], steps: float) -
         "data_wait": total("waited") / seconds,
         "bad_samples": int(total("bad_samples")),
         "skipped_steps": context.progress.skipped.total,
-        "hours": round(reports[0].hours, _DIGITS),
+        "hours": round(reports[0]["hours"], _DIGITS),
         "time_data": round(data, _DIGITS),
         # On a GPU, the host may wait for data while the device still exchanges.
         "time_compute": round(max(0.0, 1 - data - exchange - checkpoint), _DIGITS),
@@ -127,32 +120,12 @@ def _speed(context: TrainContext, reports: Sequence[RankReport], steps: float) -
     }
     if context.state.scaler.is_enabled():
         values["loss_scale"] = context.state.scaler.get_scale()
-    if context.cost.forward_flops:
-        flops = PASSES * context.cost.forward_flops * images_per_second
+    if context.forward_flops:
+        flops = PASSES * context.forward_flops * images_per_second
         values["model_tflops"] = flops / len(reports) / 1e12
         if context.peak_flops:
             values["mfu"] = round(flops / context.peak_flops, _DIGITS)
     return values
-
-
-def _memory(reports: Sequence[RankReport]) -> Values:
-    """Return the memory of the ranks that use most."""
-    values: Values = {"host_memory_gib": round(max(report.host_memory for report in reports), 3)}
-    now, most = (max(report.device_memory[kind] for report in reports) for kind in (0, 1))
-    if most:
-        values |= {"device_memory_gib": round(most, 3), "device_allocated_gib": round(now, 3)}
-    return values
-
-
-def _spread(times: Sequence[OwnTime]) -> Values:
-    """Return the times of the fastest, the median and the slowest rank for their part of a step."""
-    seconds = [own.seconds for own in times]
-    return {
-        "step_seconds_min": min(seconds),
-        "step_seconds_median": median_low(seconds),
-        "step_seconds_max": max(seconds),
-        "slowest_rank": seconds.index(max(seconds)),
-    }
 
 
 def log_own_times(context: TrainContext, times: Sequence[OwnTime]) -> None:
@@ -165,22 +138,8 @@ def log_own_times(context: TrainContext, times: Sequence[OwnTime]) -> None:
         for name, value in own._asdict().items()
     }
     context.logger.log_ranks(step, values)
-    if step % context.derived.steps_per_epoch == 0:
-        context.logger.log_text(step, "ranks/spread", spread_table(times, hosts))
     if message := context.progress.stragglers.find(times):
         context.logger.log(message)
-
-
-def spread_table(times: Sequence[OwnTime], hosts: Sequence[str]) -> str:
-    """Return which ranks are the fastest, the median and the slowest, as a table in Markdown."""
-    order = sorted(range(len(times)), key=lambda rank: times[rank].seconds)
-    chosen = {"slowest": order[-1], "median": order[(len(order) - 1) // 2], "fastest": order[0]}
-    rows = [
-        (name, f"{rank}", hosts[rank], *(f"{1e3 * seconds:.1f}" for seconds in times[rank]))
-        for name, rank in chosen.items()
-    ]
-    own, data = "its part of a step, ms", "of it, waiting for data, ms"
-    return markdown_table("", "rank", "host", own, data, rows=rows)
 
 
 def log_bad_samples(context: TrainContext, tracker: BadSampleTracker) -> None:

@@ -23,7 +23,7 @@ from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import note_outcome, train_again
 from horovod_volo.engine.log_point import log_bad_samples, log_point
 from horovod_volo.engine.step import train_step
-from horovod_volo.engine.step_record import is_due, with_pictures
+from horovod_volo.engine.step_record import with_pictures
 from horovod_volo.engine.task import Metrics
 from horovod_volo.models.build import start_training
 
@@ -73,7 +73,6 @@ def train_epoch(context: TrainContext) -> bool:
         return False
     epoch, first_step = context.derived.epoch_of(state.step)
     batches = with_pictures(context, context.learner.train_loader.batches(epoch, first_step))
-    context.progress.wants_histograms = is_due(context, context.config.logging.histograms_every)
     context.progress.meter.reset()
     context.progress.timer.reset()
     context.progress.clock.begin_epoch()

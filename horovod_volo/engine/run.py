@@ -1,11 +1,18 @@
-"""One training run: set it up, train to the end or to a stop request, and close what it has opened."""
+"""One training run: set it up, train to the end or to a stop request, and close what it has opened.
+
+The set-up makes the settings final, then named stages build what trains, one after the other. Everything that
+can be checked is checked before the first file is written.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 import torch
@@ -13,24 +20,168 @@ import torch
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.collectives import HostsChangedError, RankLostError
 from horovod_volo.cluster.watchdog import Watchdog
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, rank_resources
+from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import RunFacts, config_warnings, loggers
 from horovod_volo.core.environment import collect_environment
+from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
+from horovod_volo.core.operators import choose_kernels
 from horovod_volo.data.images import catalog_file
-from horovod_volo.engine.banner import banner, describe_run, format_lines
+from horovod_volo.engine.banner import banner, batch_warnings, describe_run, format_lines
 from horovod_volo.engine.callbacks import PROFILERS, Callback, Callbacks, build_plugin_callbacks, parse_steps
-from horovod_volo.engine.checkpoint.files import CHECKPOINTS
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
+from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
-from horovod_volo.engine.context import TrainContext, run_folder
+from horovod_volo.engine.classification import TASKS
+from horovod_volo.engine.context import Plan, TrainContext, run_folder
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.model_cost import count_cost
-from horovod_volo.engine.setup import FROM_DISK, Start, setup
+from horovod_volo.engine.run_lock import RunLock
+from horovod_volo.engine.state import TrainState, build_state
 from horovod_volo.engine.task import Task
-from horovod_volo.monitor.logger import METRICS, last_values
+from horovod_volo.models.precision import precision_warnings
+from horovod_volo.models.registry import COMPILERS
+from horovod_volo.monitor.logger import METRICS, Logger, check_packages, last_values
 from horovod_volo.monitor.meters import StragglerFinder, TrainingClock, peak_flops
+from horovod_volo.monitor.progress import RunLength
+from horovod_volo.monitor.run_logger import RunLogger
+from horovod_volo.plugins import check_names, load_plugins
+
+_LOCK_SECONDS = 120.0  # the lock of another host is watched for a while
+
+
+class Start(NamedTuple):
+    """How a run begins. Ranks that take the place of others go on from a state in memory."""
+
+    job: str = ""  # the name of these ranks and those before, whose lock of the run folder they may take over
+    take_over: Callable[[TrainState, World], None] | None = None  # loads the state; collective
+
+
+FROM_DISK = Start()  # from a checkpoint, or with fresh weights
+
+
+def settle(config: Config, world: World) -> Plan:
+    """Make the settings final: complete them for the model, the ranks and the images. Collective."""
+    begin_stage, resources = world.collectives.heartbeat.begin, rank_resources(world)
+    begin_stage("importing plugins")
+
+    def complete() -> tuple[Task, Config, Config]:
+        load_plugins(config.run.plugin)
+        if not config.data.data_dir:
+            raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
+        task = TASKS.find(config.model.task)
+        stated = task.complete(config)
+        resolved = resolve(stated, world.size)
+        _check(resolved)
+        return task, stated, resolved
+
+    task, stated, config = world.run_on_all_ranks(complete)
+    begin_stage("listing the data")
+    data = task.read(config, world)
+    images = len(data.train)
+    if config.chooses_model:
+        chosen = task.choose(stated, images, world.size, resources.device)
+        config = resolve(world.broadcast_object(chosen), world.size)  # GPUs of ranks may differ
+    derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=images))
+    return Plan(config, derived, task, data, resources)
+
+
+def setup(
+    config: Config, world: World, stop: StopRequest, start: Start = FROM_DISK
+) -> tuple[TrainContext, list[str]]:
+    """Build a run, stage by stage; return it with warnings. Collective: every rank calls this."""
+    plan = settle(config, world)
+    config, resources, classes = plan.config, plan.resources, len(plan.data.train.classes)
+    begin_stage, slow = world.collectives.heartbeat.begin, LONGEST_WRITE_SECONDS
+
+    begin_stage("looking for a checkpoint", slow)  # it is read as slowly as it is written
+    checkpoint = None
+    if start.take_over is None:
+        checkpoint = checkpoint_to_resume(config, world, plan.task, plan.data.train)
+    is_new = checkpoint is None and start.take_over is None
+
+    begin_stage("building the network", slow if config.model.finetune else 0.0)
+    finetune = config.model.finetune if is_new else ""
+    build = partial(build_state, config, world, plan.task, num_classes=classes, finetune=finetune)
+    state, warnings = world.run_on_all_ranks(partial(build, device=resources.device))
+
+    begin_stage("checking kernels")
+    warnings += choose_kernels(config.model.kernels, resources.device, config, state.model, classes, world)
+
+    begin_stage("loading the state and copying it to all ranks", slow)
+    if start.take_over is not None:
+        start.take_over(state, world)
+    else:
+        warnings += restore_state(state, checkpoint, world)
+
+    begin_stage("opening the run folder", _LOCK_SECONDS)
+    logger, lock = world.run_on_all_ranks(partial(_open_folder, plan, world, state.step, start.job))
+
+    begin_stage("starting to read data")
+    with ExitStack() as after_error:  # a notebook may train into the folder when the mistake is corrected
+        if lock is not None:
+            after_error.callback(lock.close)
+        after_error.callback(logger.close)
+        context = TrainContext(plan, world, state, logger, stop)
+        after_error.pop_all()
+    context.lock = lock
+    own = context.checkpoint_folder.resolve()  # which other ranks may see under another name
+    if world.broadcast_object(checkpoint is not None and checkpoint.resolve().parent == own):
+        context.checkpoints.step = state.step  # it need not be saved again
+    return context, [*_warnings(context), *warnings]
+
+
+def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[Logger, RunLock | None]:
+    """Take the run folder's lock, and open the loggers, on rank 0."""
+    if not world.is_rank_zero:
+        return Logger(), None
+    config, derived, folder = plan.config, plan.derived, run_folder(plan.config)
+    try:
+        lock = RunLock(folder, job)
+        clean_up(folder / CHECKPOINTS)
+        length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
+        # Launchers prefix lines with the rank, which would break a progress line rewritten in place.
+        live = world.launcher == "none"
+        logger = RunLogger(folder, length, live=live, settings=config.logging, may_write=lock.check)
+        return logger, lock
+    except OSError as error:
+        raise UserError(
+            f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
+        ) from None
+
+
+def _warnings(context: TrainContext) -> list[str]:
+    config, derived, device = context.config, context.derived, context.resources.device
+    facts = RunFacts(context.world.size, device.type, context.state.step, derived.total_steps)
+    return [
+        *config_warnings(config, facts),
+        *context.data.warnings(config),
+        *batch_warnings(config, derived, len(context.data.train)),
+        *precision_warnings(config.model.precision, device),
+    ]
+
+
+def _check(config: Config) -> None:
+    for flag, file in (
+        ("autotune", config.launch.horovod_autotune),
+        ("timeline", config.launch.horovod_timeline),
+    ):
+        if file and not Path(file).parent.is_dir():
+            raise UserError(
+                f"--horovod-{flag} {file}: the folder {Path(file).parent} does not exist. Create it first."
+            )
+    check_names(config)
+    if config.run.profile:
+        parse_steps(config.run.profile)
+        PROFILERS.find("steps")
+    check_packages(loggers(config.logging))
+    if config.model.compile:
+        COMPILERS.find("inductor").check()
+
 
 # (settings, world, callbacks, start) -> exit status
 Train = Callable[[Config, World, Sequence[Callback], Start], int]
@@ -46,16 +197,12 @@ def run(
     stop: StopRequest,
     watchdog: Watchdog,
     callbacks: Sequence[Callback] = (),
-    task: Task | None = None,
     start: Start = FROM_DISK,
 ) -> bool:
-    """Train; return False if a stop was requested before the last step. Collective: every rank calls this.
-
-    `task` takes the place of the one that the settings name.
-    """
+    """Train; return False if a stop was requested before the last step. Collective: every rank calls this."""
     hosts = _watch_ranks(config, world, watchdog)
     begin_stage = watchdog.heartbeat.begin
-    context, warnings = setup(config, world, stop, start, task)
+    context, warnings = setup(config, world, stop, start)
     config = context.config
     profiled = [PROFILERS.find("steps")(parse_steps(config.run.profile))] if config.run.profile else []
     try:
@@ -110,7 +257,7 @@ def log_start(context: TrainContext, warnings: list[str], *, shown: bool = True)
     if shown:
         context.logger.log(*format_lines(properties, [*binding_warnings, *warnings]))
     _count_operations(context)
-    context.logger.describe(context.state.step, partial(describe_run, context, hosts, bindings))
+    context.logger.describe(context.state.step, partial(describe_run, context))
     context.logger.write_file("resolved.toml", dump(context.config))
     environment = collect_environment() | {"hosts": hosts, "bindings": bindings, "banner": properties}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))
@@ -120,18 +267,19 @@ def _count_operations(context: TrainContext) -> None:
     """Count what the network costs, and note the peak of the devices. Collective: every rank calls this."""
     world, device, precision = context.world, context.resources.device, context.config.model.precision
     classes = len(context.data.train.classes)
-    context.cost = world.run_on_rank_zero(partial(count_cost, context.config, context.task, classes))
-    if context.cost.problem:
-        context.logger.log(f"the operations of the network are not counted: {context.cost.problem}")
+    cost = world.run_on_rank_zero(partial(count_cost, context.config, context.task, classes))
+    context.forward_flops = cost.forward_flops
+    if cost.problem:
+        context.logger.log(f"the operations of the network are not counted: {cost.problem}")
     if device.type != "cuda":
         return
     gpu = torch.cuda.get_device_name(device)
-    peaks = dict(world.allgather_object((f"{world.rank} {gpu}", peak_flops(gpu, precision))))
-    if all(peaks.values()):
-        context.peak_flops = sum(peaks.values())
-    else:
-        gpus = " and ".join(sorted({name.partition(" ")[2] for name, peak in peaks.items() if not peak}))
+    peaks = world.allgather_object((gpu, peak_flops(gpu, precision)))
+    if unknown := sorted({name for name, peak in peaks if not peak}):
+        gpus = " and ".join(unknown)
         context.logger.log(f"the peak of {gpus} in {precision} is not known: MFU is not logged")
+    else:
+        context.peak_flops = sum(peak for _, peak in peaks)
 
 
 def end_message(context: TrainContext, finished: bool) -> str:
@@ -141,7 +289,7 @@ def end_message(context: TrainContext, finished: bool) -> str:
         patience = context.config.run.early_stop
         none_better = f"{patience} evaluations in a row were no better than the best (--early-stop)"
         why = f" of {total}, because {none_better}"
-        best = context.folder / CHECKPOINTS / "best"
+        best = context.checkpoint_folder / "best"
         return f"done: {step} steps{why if step < total else ''}; best weights in {best}"
     why = ", because of --stop-at-step" if step == context.config.run.stop_at_step else ""
     return f"stopped at step {step} and saved{why}; resume with --resume auto"

@@ -1,21 +1,18 @@
-"""What is noted of a step besides its arithmetic: losses, samples, histograms, pictures.
+"""What is noted of a step besides its arithmetic: losses, samples, pictures.
 
 Nothing is changed by it, and it does not wait for the device.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from horovod_volo.cluster.step_statistics import OwnStep, checksums
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.model_cost import block_of
 from horovod_volo.engine.task import Batch, Losses
 
 
@@ -44,43 +41,18 @@ class StepRecord:
             self._statistics.ask_to_stop()
 
     def note_gradients(self) -> None:
-        """Note the norm of the averaged gradients, and histograms, if this step shows them. Collective."""
+        """Note the norm of the averaged gradients, if this step is followed by a log point. Collective."""
         run = self._run
-        if run.progress.wants_histograms:
-            log_histograms(run)
         if (run.step + 1) % run.config.run.log_every == 0:
             run.progress.logged_norm = run.gradient_norm()
 
 
-def log_histograms(run: TrainContext) -> None:
-    """Log weights and gradients of each block, before the update; of a sharded optimizer, those of rank 0."""
-    run.progress.wants_histograms = False
-    parameters = run.state.reducer.local_parameters.items()
-    weights = [(name, parameter.detach()) for name, parameter in parameters]
-    gradients = [(name, parameter.grad) for name, parameter in parameters if parameter.grad is not None]
-    run.logger.log_histograms(run.step, "weights", partial(_by_block, weights))
-    run.logger.log_histograms(run.step, "gradients", partial(_by_block, gradients))
-
-
-def _by_block(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[Tensor]]:
-    found: defaultdict[str, list[Tensor]] = defaultdict(list)
-    for name, tensor in tensors:
-        found[block_of(name)].append(tensor)
-    return found
-
-
-def is_due(context: TrainContext, every: int) -> bool:
-    """Return whether an epoch begins for which something is shown that is shown every so many epochs."""
-    epoch, step = context.derived.epoch_of(context.state.step)
-    is_last = epoch == context.derived.epochs - 1
-    return every > 0 and step == 0 and (epoch % every == 0 or is_last)
-
-
 def with_pictures(context: TrainContext, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield the micro-batches; if it is time, log pictures of the first before."""
-    if is_due(context, context.config.logging.images_every):
+    """Yield the micro-batches of an epoch; before the first, if it is time, log pictures of it."""
+    every, step = context.config.logging.images_every, context.state.step
+    epoch, steps_over = context.derived.epoch_of(step)
+    if every and not steps_over and (epoch % every == 0 or epoch == context.derived.epochs - 1):
         first = next(batches)
-        step = context.state.step
         draw = partial(context.learner.training_pictures, first, step)
         context.logger.log_pictures(step, "training", draw)
         yield first

@@ -61,22 +61,19 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
 
-class TaskData(Protocol):
+class TaskData(ABC):
     """The lists of training and held-out samples, and what belongs to them."""
 
-    @property
-    def train(self) -> Samples:
-        """Return the training samples."""
+    train: Samples
+    held_out: Samples
 
-    @property
-    def held_out(self) -> Samples:
-        """Return the samples of the evaluation."""
-
+    @abstractmethod
     def describe(self, config: Config) -> str:
         """Describe the samples and what is learned from them, for the banner."""
 
-    def warnings(self, config: Config) -> list[str]:
+    def warnings(self, config: Config) -> list[str]:  # noqa: ARG002
         """Return warnings about the data."""
+        return []
 
 
 class Losses(Protocol):
@@ -95,7 +92,6 @@ class Learner(ABC, Generic[MicroBatch, Outputs]):
     train_loader: TrainBatches
     loss_names: tuple[str, ...]
     bad_held_out: BadSampleTracker
-    classes: NDArray[np.int32] | None = None  # of the training samples, if --balance orders by them
 
     @abstractmethod
     def forward(self, batch: MicroBatch, step: int, number: int) -> Outputs:

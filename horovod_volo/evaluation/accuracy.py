@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -11,56 +12,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from horovod_volo.cluster.world import RankResources, World, rank_resources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Run
-from horovod_volo.core.batch import EvalBatch
 from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.data.image_decoder import Normalization, decoder_messages, image_decoder
-from horovod_volo.data.images.catalog import ImageList
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import HeldOut, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.accuracy import (
     ClassResult,
     EvalCounts,
-    PredictionCollector,
+    ImageScores,
     class_results,
-    count_correct,
-    sum_counts,
 )
 from horovod_volo.engine.classification_data import CacheSettings, catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.predictions import load_network
-from horovod_volo.evaluation.task_results import EVALUATIONS, EvalRequest, Evaluated, Progress
+from horovod_volo.evaluation.task_results import EVALUATIONS, Evaluated, Progress
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import AuxHead, CropAverage, PretrainedModel, settings_of_run
+from horovod_volo.models.pretrained import CropAverage, PretrainedModel, settings_of_run
 from horovod_volo.models.weights import TIMM
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccuracyRequest(EvalRequest):
-    """What an evaluation of classification reads besides; by default the model is as it was trained."""
-
-    model: str = ""  # empty: the model of the run that the weights are in
-    aux_head: AuxHead = "auto"  # whether the auxiliary head's logits are added
-    img_size: int = 0  # 0: the one of training
-    mean: tuple[float, ...] = ()  # of training pixels, if the weights do not record it; empty: the model's
-    std: tuple[float, ...] = ()  # likewise
-    crop_pct: float  # 0: the model's own
-    crops: int = 1  # of each image, whose probabilities are averaged
-    catalog_dir: str  # empty: inside the default --output, if there are several ranks
-    real: str = ""  # ImageNet-ReaL's file; empty: none
-    v2: bool = False  # the images are ImageNet-V2's
-    cache_dir: str = ""  # for blocks of shards on a server
-    cache_gib: float = 0.0
-    images: Callable[[World], ImageList] | None = None  # those of a program, instead of the data folder's
-
-
-def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Evaluated:
+def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     """Evaluate a model on every image once. Collective: every rank calls this."""
-    request = AccuracyRequest.from_options(options)
     resources = rank_resources(world)
     world.run_on_all_ranks(partial(image_decoder, request.image_decoder))  # raises if it is not installed
     catalog = _list_images(request, world)
@@ -74,17 +51,13 @@ def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Ev
     crop_pct = request.crop_pct or model.crop_pct
     loader = _build_loader(request, catalog, model, crop_pct, resources, world)
     network = model.network if request.crops == 1 else CropAverage(model.network)
-    own = len(range(world.rank, len(catalog), world.size))
-    collector = PredictionCollector()
-
-    def on_batch(batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
-        collector.add(batch, predictions, probabilities)
-        progress(collector.done, own)
-
+    scores, done, own = ImageScores(resources.device), 0, len(range(world.rank, len(catalog), world.size))
     with closing(loader), torch.inference_mode(), autocast(request.precision, resources.device):
-        rank_counts = count_correct(network, loader, resources.device, on_batch)
-    counts = world.run_on_all_ranks(partial(sum_counts, rank_counts, catalog, world))
-    predictions, _ = collector.gather(world, len(catalog))
+        for batch in loader:
+            scores.add(batch, network(batch.images))
+            done += len(batch.indices)
+            progress(done, own)
+    counts, predictions, _ = scores.gather(catalog, world)
     result = AccuracyResult(
         request=request,
         model=model,
@@ -98,9 +71,7 @@ def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Ev
     return Evaluated(counts.metrics(), result.lines(), result.record(world.size), bad)
 
 
-def _list_images(request: AccuracyRequest, world: World) -> ImageList:
-    if request.images is not None:
-        return request.images(world)
+def _list_images(request: Namespace, world: World) -> Catalog:
     if request.v2:
         return numbered_catalog(request.data_dir, world)
     folder = catalog_folder(request.catalog_dir, Run().output, world)
@@ -117,7 +88,7 @@ def held_out_by(weights: str, data_dir: str) -> HeldOut:
     return HeldOut(run.get("val_split", ""), run.get("val_share", 0.0), run.get("seed", 0))
 
 
-def _load_model(request: AccuracyRequest, catalog: ImageList) -> PretrainedModel:
+def _load_model(request: Namespace, catalog: Catalog) -> PretrainedModel:
     model = load_network(request.weights, request)
     if model.class_names and not request.v2 and not request.weights.startswith(TIMM):
         _number_by_name(catalog, model.class_names, request.weights)
@@ -130,7 +101,7 @@ def _load_model(request: AccuracyRequest, catalog: ImageList) -> PretrainedModel
     return model
 
 
-def _number_by_name(catalog: ImageList, names: tuple[str, ...], weights: str) -> None:
+def _number_by_name(catalog: Catalog, names: tuple[str, ...], weights: str) -> None:
     """Give each class the number that it had in training; raise UserError if it was not in training."""
     known = set(names)
     unknown = [name for name in catalog.classes if name not in known]
@@ -145,8 +116,8 @@ def _number_by_name(catalog: ImageList, names: tuple[str, ...], weights: str) ->
 
 
 def _build_loader(
-    request: AccuracyRequest,
-    catalog: ImageList,
+    request: Namespace,
+    catalog: Catalog,
     model: PretrainedModel,
     crop_pct: float,
     resources: RankResources,
@@ -178,7 +149,7 @@ def _build_loader(
 class AccuracyResult:
     """The result, the same on every rank."""
 
-    request: AccuracyRequest
+    request: Namespace
     model: PretrainedModel
     crop_pct: float
     data: str  # the folder of the images
@@ -210,20 +181,17 @@ class AccuracyResult:
     def record(self, ranks: int) -> dict[str, Any]:
         """Return the result as it is written to JSON."""
         request, model, counts = self.request, self.model, self.counts
+        of_request = ("weights", "use_ema", "crops", "precision", "batch_size")
         record: dict[str, Any] = {
-            "weights": request.weights,
+            **{name: getattr(request, name) for name in of_request},
             "model": model.name,
             "data": self.data,
-            "use_ema": request.use_ema,
             "aux_head": model.has_aux_head,
             "img_size": model.image_side,
             "crop_pct": self.crop_pct,
             "crop_mode": model.crop_mode,
-            "crops": request.crops,
             "mean": model.mean,
             "std": model.std,
-            "precision": request.precision,
-            "batch_size": request.batch_size,
             "image_decoder": image_decoder(request.image_decoder).name,
             "ranks": ranks,
             **counts.metrics(),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog, ImageList, in_memory
+from horovod_volo.data.images.catalog import Catalog, in_memory
 from horovod_volo.data.images.split_folder import SplitFolder, check_links, shortened, visible
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
@@ -39,7 +39,7 @@ class RealCounts(NamedTuple):
         return 100 * self.right / max(1, self.images)
 
 
-def read_real(file: str, catalog: ImageList, num_classes: int) -> list[frozenset[int]]:
+def read_real(file: str, catalog: Catalog, num_classes: int) -> list[frozenset[int]]:
     """Return the classes of each image of a catalog; raise UserError if the file does not fit the images."""
     lists = _read_lists(file)
     real = [lists[_row(catalog.name(index), len(lists), file)] for index in range(len(catalog))]

@@ -6,6 +6,7 @@ Invariant: the pixels are those of an evaluation up to rounding: the same resizi
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,8 @@ from PIL import Image
 from horovod_volo.core.atomic_file import write_text
 from horovod_volo.core.center_crop import resized_shapes, view_corners
 from horovod_volo.core.errors import BadSampleError
-from horovod_volo.data.images.given_images import LooseImages
 from horovod_volo.data.pillow_pipeline import cropped_views
-from horovod_volo.data.reading import decode_rgb, decoded_rgb, resized_shape
+from horovod_volo.data.reading import UNDECODABLE, Encoded, decode_rgb, decoded_rgb, resized_shape, to_ppm
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import CropAverage, PretrainedModel, load_pretrained
 from horovod_volo.models.timm_api import described
@@ -75,7 +75,7 @@ def predict(
         crop_mode=trained.crop_mode,
     )
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (trained.mean, trained.std))
-    sources = LooseImages(images)
+    sources = UnlabelledImages(images)
     for first in range(0, len(images), request.batch_size):
         pixels, shown = [], []
         for number in range(first, min(first + request.batch_size, len(images))):
@@ -95,6 +95,30 @@ def predict(
         shares, classes = logits.float().softmax(dim=1).topk(min(request.top, logits.shape[1]), dim=1)
         for number, own_shares, own_classes in zip(shown, shares.tolist(), classes.tolist(), strict=True):
             yield number, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)]
+
+
+class UnlabelledImages:
+    """Images without labels, to be read like those of a catalog."""
+
+    def __init__(self, images: Sequence[Any]) -> None:
+        self._images = images
+
+    def location(self, index: int) -> str:
+        """Return the path of an image, or its position, for messages."""
+        image = self._images[index]
+        return str(image) if isinstance(image, str | os.PathLike) else f"image {index}"
+
+    def read(self, index: int) -> Encoded:
+        """Return the bytes of an image file; pixels become PPM."""
+        image = self._images[index]
+        try:
+            if isinstance(image, str | os.PathLike):
+                image = Path(image).read_bytes()
+            if isinstance(image, bytes):
+                return np.frombuffer(image, np.uint8)
+            return to_ppm(image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image)))
+        except UNDECODABLE as error:
+            raise BadSampleError(f"{self.location(index)} cannot be read: {error}") from error
 
 
 def _cropped(

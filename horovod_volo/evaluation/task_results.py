@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.names import Registry
-from horovod_volo.data.image_decoder import DecoderName
-from horovod_volo.data.images.split_folder import Split
 from horovod_volo.engine.task import Metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalRequest:
-    """The weights, the images and the settings of an evaluation of any task."""
-
-    data_dir: str
-    weights: str
-    use_ema: bool  # the averaged weights, where the source holds raw and averaged ones
-    batch_size: int  # per rank; of segmentation images, or windows of an image
-    workers: int  # 0: one per core of the rank
-    image_decoder: DecoderName
-    precision: str
-    split: Split
-    per_class: int = 0  # classes of the lowest metric to list
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """Return the request that the options of the command line, or of a program, make."""
-        return cls(**{name: options[name] for name in cls.__dataclass_fields__ if name in options})
 
 
 class Evaluated(NamedTuple):
@@ -48,9 +27,9 @@ class Evaluated(NamedTuple):
 
 
 Progress = Callable[[int, int], object]  # given this rank's images that are done, and all of its images
-# Evaluates on every image once. Whatever can be wrong with the options is checked before the first is read.
-# Collective: every rank calls it.
-Evaluate = Callable[[Mapping[str, Any], World, Progress], Evaluated]
+# Evaluates on every image once, given the flags of the command `evaluate`. Whatever can be wrong with them is
+# checked before the first image is read. Collective: every rank calls it.
+Evaluate = Callable[[Namespace, World, Progress], Evaluated]
 EVALUATIONS: Registry[Evaluate] = Registry("evaluation", "--weights of")
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard's events as the bytes of their records: scalars, text, pictures, histograms, hparams, a layout.
+"""TensorBoard's events as the bytes of their records: scalars, text, pictures, hparams, a layout.
 
 The bytes are appended to a file of events. TensorBoard's own EventFileWriter could not do that: after a write
 that failed it drops what it has, and writes nothing more. Invariant: after `session_start`, TensorBoard
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as layout_metadata
-from tensorboard.plugins.histogram import metadata as histogram_metadata
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
@@ -26,12 +24,10 @@ from tensorboard.plugins.scalar import metadata as scalar_metadata
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
-from torch import Tensor
 
 from horovod_volo.monitor.logger import HparamValue, Picture
 
 _RGB = 3  # TensorBoard's number of this color space
-_BINS = 30  # what TensorBoard shows: it merges more
 
 
 def file_start(first_step: int) -> bytes:
@@ -61,22 +57,6 @@ def picture(step: int, tag: str, encoded: Picture) -> bytes:
     png, width, height = encoded
     image = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
     return _summary(step, tag=tag, image=image)
-
-
-def histogram(step: int, tag: str, tensors: Iterable[Tensor]) -> bytes:
-    """Return a histogram of the finite elements of tensors, which are counted on their device."""
-    values = torch.cat([tensor.detach().flatten().float() for tensor in tensors])
-    values = values[values.isfinite()]
-    rows = np.zeros((0, 3))
-    if len(values):
-        low, high = (float(edge) for edge in torch.aminmax(values))
-        if low == high:
-            low, high = low - 0.5, high + 0.5
-        counts = torch.histc(values, _BINS, low, high).cpu().numpy()
-        edges = np.linspace(low, high, _BINS + 1)
-        rows = np.stack([edges[:-1], edges[1:], counts], axis=1)  # left, right, count
-    metadata = histogram_metadata.create_summary_metadata(display_name=None, description=None)
-    return _summary(step, tag=tag, tensor=make_tensor_proto(rows, dtype=np.float64), metadata=metadata)
 
 
 def hparams(step: int, group: str, values: Mapping[str, HparamValue], metrics: Sequence[str]) -> bytes:

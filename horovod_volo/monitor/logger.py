@@ -9,18 +9,15 @@ file could not be written. After a resume, no record later than the resumed step
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
-
-if TYPE_CHECKING:  # pages about runs read metrics.jsonl, and need neither
-    from torch import Tensor
 
 METRICS = "metrics.jsonl"
 TRAIN, EVALUATION = "train", "evaluation"  # kinds of records
@@ -71,16 +68,8 @@ class Logger:
     def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
         """Log times of all ranks, by tag, to TensorBoard alone."""
 
-    def log_text(self, step: int, name: str, markdown: str) -> None:
-        """Log a text to TensorBoard alone."""
-
     def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, Picture]]) -> None:
         """Log pictures by name to TensorBoard alone."""
-
-    def log_histograms(
-        self, step: int, group: str, collect: Callable[[], Mapping[str, Iterable[Tensor]]]
-    ) -> None:
-        """Log histograms of tensors by name to TensorBoard alone."""
 
     def describe(self, step: int, describe: Callable[[], RunDescription]) -> None:
         """Log what the run is to TensorBoard, once for each time that it is started."""

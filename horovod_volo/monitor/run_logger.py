@@ -10,11 +10,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-
-from torch import Tensor
 
 from horovod_volo.config.schema import Logging
 from horovod_volo.config.validation import loggers
@@ -111,18 +109,9 @@ class RunLogger(Logger):
     def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
         self._append(self._events, event_records.scalars(step, values))
 
-    def log_text(self, step: int, name: str, markdown: str) -> None:
-        self._append(self._events, event_records.text(step, name, markdown))
-
     def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, Picture]]) -> None:
         for name, picture in draw().items():
             self._append(self._events, event_records.picture(step, f"{group}/{name}", picture))
-
-    def log_histograms(
-        self, step: int, group: str, collect: Callable[[], Mapping[str, Iterable[Tensor]]]
-    ) -> None:
-        for name, tensors in collect().items():
-            self._append(self._events, event_records.histogram(step, f"{group}/{name}", tensors))
 
     def describe(self, step: int, describe: Callable[[], RunDescription]) -> None:
         description, name = describe(), self._folder.name

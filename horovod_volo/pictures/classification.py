@@ -1,8 +1,7 @@
 """Pictures of a run of classification for TensorBoard.
 
 Of a training batch, each image is shown as augmented, then with the class of each token label in colour, then
-as mixed with its partner; a second picture shows where the attention of an outlooker goes. Of an evaluation,
-images of the worst classes are shown that were classified wrongly.
+as mixed with its partner; a second picture shows where the attention of an outlooker goes.
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ from torch import Tensor, nn
 
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
-from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.image_decoder import Normalization
-from horovod_volo.data.reading import ImageFiles, thumbnail
-from horovod_volo.engine.accuracy import WRONG_IMAGES, Confusions
-from horovod_volo.engine.classification import PICTURES, Drawing
+from horovod_volo.engine.classification import PICTURES
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.volo import received_attention
 from horovod_volo.models.weights_header import statistics_of_run
@@ -42,7 +38,6 @@ from horovod_volo.objective.mixing import Box, ImageMix, Mix
 
 _MOST = 6  # images of a batch
 _COLUMNS = 4  # of panels
-_WORST_CLASSES = 8
 _SIDE = 128  # of a panel, pixels: TensorBoard shows pictures some 300 pixels wide
 _GAP, _LINE, _FONT = 8, 24, 16
 _TINT = 0.55  # opacity of a token's colour
@@ -75,23 +70,6 @@ def draw_batch(
         received = received_attention(network, batch.images[:_COLUMNS])
     attention = {} if received is None else _attention(received, images[:_COLUMNS])
     return {"batch": _sheet(cells, legend), **attention}
-
-
-def draw_confusions(images: ImageFiles, confusions: Confusions) -> dict[str, Picture]:
-    """Return a sheet with images of the worst classes that were wrong; nothing, if none can be shown."""
-    cells = []
-    for row in confusions["worst"][:_WORST_CLASSES]:
-        panels, taken_for = [], []
-        for wrong in row["wrong"]:
-            try:
-                panels.append(thumbnail(images, wrong["index"], (_SIDE, _SIDE)))
-            except BadSampleError:  # it has gone, or was damaged, since it was evaluated
-                continue
-            taken_for.append(f"{wrong['taken_for']} {100 * wrong['probability']:.0f} %")
-        if panels:
-            title = f"{row['name']}: {row['right']} of {row['images']} right; others taken for"
-            cells.append(_captioned(panels, f"{title}\n{', '.join(taken_for)}", columns=WRONG_IMAGES))
-    return {"worst_confusions": _sheet(cells)} if cells else {}
 
 
 def _token_classes(batch: TrainBatch, loss: Loss) -> NDArray[np.int64] | None:
@@ -158,15 +136,12 @@ def _mixed(pixels: Pixels, partner: Pixels, mix: Mix) -> Image.Image:
     return image
 
 
-def _captioned(panels: Sequence[Image.Image], caption: str, columns: int = 0) -> Image.Image:
-    """Return images side by side, with room for so many columns, and lines of text under them."""
-    lines = caption.splitlines()
-    size = _SIDE * max(len(panels), columns), _SIDE + max(1, len(lines)) * _LINE
-    cell = Image.new("RGB", size, BACKGROUND)
+def _captioned(panels: Sequence[Image.Image], caption: str) -> Image.Image:
+    """Return images side by side, and a line of text under them."""
+    cell = Image.new("RGB", (_SIDE * len(panels), _SIDE + _LINE), BACKGROUND)
     for number, panel in enumerate(panels):
         cell.paste(panel, (number * _SIDE, 0))
-    for number, line in enumerate(lines):
-        ImageDraw.Draw(cell).text((2, _SIDE + number * _LINE + 3), line, TEXT, load_font(_FONT))
+    ImageDraw.Draw(cell).text((2, _SIDE + 3), caption, TEXT, load_font(_FONT))
     return cell
 
 
@@ -188,4 +163,4 @@ def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[Color, str]] = (
     return encoded_with_palette(sheet)
 
 
-PICTURES.register("classification", Drawing(draw_batch, draw_confusions))
+PICTURES.register("classification", draw_batch)

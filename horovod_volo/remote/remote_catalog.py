@@ -22,7 +22,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, open_catalog
 from horovod_volo.data.images.catalog_file import CatalogEntry, OpenFile, open_file
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
-from horovod_volo.engine.classification_data import SERVERS, CacheSettings, ShardServer
+from horovod_volo.engine.classification_data import SERVERS, CacheSettings, ImageSource
 from horovod_volo.remote.remote_folder import SCHEMES, BlockCache, MissingError, RemoteFolder
 
 _THREADS = 16  # that wait for the server
@@ -131,4 +131,4 @@ def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: Ca
 
 
 for _scheme in SCHEMES:
-    SERVERS.register(_scheme.removesuffix("://"), ShardServer(download_catalog, open_downloaded))
+    SERVERS.register(_scheme.removesuffix("://"), ImageSource(download_catalog, open_downloaded))

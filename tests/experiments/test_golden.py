@@ -23,7 +23,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.recipe import assemble
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.setup import setup
+from horovod_volo.engine.run import setup
 from horovod_volo.engine.step import train_step
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES

@@ -15,7 +15,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.setup import setup
+from horovod_volo.engine.run import setup
 from horovod_volo.engine.step import train_step
 
 OpenContext = Callable[..., TrainContext]
@@ -55,7 +55,7 @@ def open_context(
         return RankResources(device=device, threads=2, binding="test")
 
     # A run would use the GPU if there is one; the test's device replaces it.
-    monkeypatch.setattr("horovod_volo.engine.setup.rank_resources", use_device)
+    monkeypatch.setattr("horovod_volo.engine.run.rank_resources", use_device)
     contexts: list[TrainContext] = []
 
     def opening(**settings: Any) -> TrainContext:

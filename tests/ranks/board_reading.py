@@ -18,19 +18,19 @@ TRAINING = {
 OF_SEVERAL_RANKS = {
     *("time/exchange", "ranks/step_seconds_min", "ranks/step_seconds_median", "ranks/step_seconds_max")
 }
-TEXTS = {"run/recipe", "run/model", "run/ranks"}
+TEXTS = {"run/recipe"}
 # A CPU has no peak and no memory of its own; without fp16 there is no loss scale; no image is damaged.
 UNTOLD = {"speed/mfu", "memory/device_gib", "train/loss_scale", "train/bad_samples", "train/skipped_steps"}
 
 
-_PLUGINS = ("scalars", "text", "images", "histograms", "hparams", "custom_scalars")
+_PLUGINS = ("scalars", "text", "images", "hparams", "custom_scalars")
 
 
 class BoardReader:
     """The runs that `tensorboard --logdir` shows of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        sizes = dict.fromkeys(("scalars", "tensors", "images", "histograms"), 0)  # all
+        sizes = dict.fromkeys(("scalars", "tensors", "images"), 0)  # all
         self.read = EventMultiplexer(size_guidance=sizes, tensor_size_guidance=dict.fromkeys(_PLUGINS, 0))
         self.read.AddRunsFromDirectory(str(folder))
         self.read.Reload()

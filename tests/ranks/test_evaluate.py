@@ -227,11 +227,3 @@ def test_a_mistake_is_one_line(folder, arguments, message):
     assert len(output.splitlines()) == 1, output
     assert output.startswith("error: ")
     assert message in output
-
-
-def test_two_ranks_report_a_mistake_once(folder):
-    flags = ("--weights", "nowhere.pt", "--model", "volo_demo", "--catalog-dir", str(folder / "catalogs"))
-    status, output = evaluated(str(folder / "demo"), *flags, ranks=2, start_with="mpi")
-    assert status == MISTAKE, output
-    assert output.count("error: ") == 1
-    assert "Traceback" not in output

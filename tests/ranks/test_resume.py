@@ -27,18 +27,8 @@ from tests.ranks.launching import alone, launcher, on_ranks, python, run
 from tests.runs import MISTAKE, SMALL, STOPPED, assert_same_state, assert_same_tensors, records, state, steps
 
 STEPS_PER_EPOCH = 5  # of 40 images, 4 on each of 2 ranks
-MORE = (
-    "--epochs",
-    "2",
-    "--warmup-epochs",
-    "1",
-    "--ema-decay",
-    "0.9",
-    "--drop-path",
-    "0.2",
-    "--log-every",
-    "2",
-)
+MORE = ("--epochs", "2", "--warmup-epochs", "1", "--ema-decay", "0.9", "--drop-path", "0.2")
+MORE += ("--log-every", "2")
 ON_ONE = {"ranks": 1}
 AUTO = ("--resume", "auto")
 
@@ -68,15 +58,8 @@ def test_where_a_resumed_checkpoint_lies_is_decided_on_rank_zero(images, tmp_pat
     resume = ("--resume", str(tmp_path / "run"), "--hang-timeout", "10", "--stop-at-step", "6")
     arguments = [*SMALL, *MORE, *resume, "--output", ".", "--name", "run", "--eval-every", "1"]
     arguments += ["--catalog-dir", str(tmp_path / "catalogs")]
-    command = [
-        *launcher("mpi", 2),
-        *in_own_folder,
-        *python(),
-        "-m",
-        "horovod_volo.train",
-        str(images),
-        *arguments,
-    ]
+    train = [*python(), "-m", "horovod_volo.train", str(images), *arguments]
+    command = [*launcher("mpi", 2), *in_own_folder, *train]
     with contextlib.chdir(tmp_path):
         resumed = run(command, seconds=60)
     assert resumed.returncode == STOPPED, resumed.stdout
@@ -84,10 +67,10 @@ def test_where_a_resumed_checkpoint_lies_is_decided_on_rank_zero(images, tmp_pat
 
 
 def test_a_run_that_is_stopped_three_times_is_bit_identical(images, tmp_path):
-    """Within an epoch, at its end, and in the next one; pictures and histograms change nothing."""
+    """Within an epoch, at its end, and in the next one; pictures change nothing."""
     uninterrupted, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
     start(images, uninterrupted)
-    shown = (*AUTO, "--histograms-every", "1", "--images-every", "1")
+    shown = (*AUTO, "--images-every", "1")
     stops = [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2]
     for stop, start_with in zip(stops, ("mpi", "gloo", "mpi"), strict=True):
         start(images, stopped, *shown, stop_at=stop, start_with=start_with)
@@ -120,8 +103,7 @@ def check_shown(output: Path, stops: list[int]) -> None:
     more = {"train/token_loss", "train/token_loss_smoothed"}
     board = check_board(output, points=points, evaluations=[5, 10], more=more, ranks=2)
     assert board.steps("run", "run/recipe") == [0, *stops]
-    assert board.steps("run", "training/batch") == board.steps("run", "weights/network.0.0") == [0, 5]
-    assert board.tags("run", "histograms") >= {"weights/head", "gradients/head", "gradients/network.2.0"}
+    assert board.steps("run", "training/batch") == [0, 5]
     hours = [record["hours"] for record in records(output)]
     assert hours == sorted(hours)
     assert hours[0] > 0
@@ -231,18 +213,8 @@ def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
 def test_an_early_stop_ends_a_run_as_finished_where_it_would_have_without_a_stop(images, tmp_path):
     """So small a learning rate changes no prediction, nor does frozen batch norm: the first is best."""
     still = ("--freeze", "stem", "--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0")
-    flags = (
-        *still,
-        "--eval-every",
-        "1",
-        "--early-stop",
-        "2",
-        "--epochs",
-        "5",
-        "--cooldown-epochs",
-        "2",
-        *AUTO,
-    )
+    length = ("--eval-every", "1", "--early-stop", "2", "--epochs", "5", "--cooldown-epochs", "2")
+    flags = (*still, *length, *AUTO)
     runs.start(images, tmp_path, *flags, stop_at=12)
     for ranks in (2, 1):
         shown = runs.start(images, tmp_path, *flags, "--batch-size", str(8 // ranks), ranks=ranks)
@@ -265,12 +237,6 @@ def test_batch_norm_over_two_ranks_trains_as_on_one(images, tmp_path):
     assert "--sync-bn heads is for segmentation" in refused
 
 
-def test_a_peak_below_the_final_learning_rate_is_refused_at_the_start(images, tmp_path):
-    refused = start(images, tmp_path, "--lr", "1e-6", **ON_ONE, status=MISTAKE)
-    assert "the peak learning rate is 1e-06, below --min-lr, which is 1e-05" in refused
-    assert not (tmp_path / "run").exists()
-
-
 def remove_metadata(checkpoint: Path, *keys: str) -> None:
     """Remove metadata from a checkpoint that earlier versions did not write."""
     metadata = json.loads((checkpoint / "state.json").read_text())
@@ -287,7 +253,7 @@ def test_a_run_with_a_warm_up_of_averages_resumes_only_with_it(images, tmp_path)
     remove_metadata(tmp_path / "run" / "checkpoints" / "step_00000003", "ema_warmup")
     refused = start(images, tmp_path, *AUTO, **ON_ONE, status=MISTAKE)
     assert "has ema_warmup True, this run has False" in refused
-    assert "Give --ema-warmup." in refused
+    assert "Give --ema-warmup, or" in refused
     start(images, tmp_path, *AUTO, "--ema-warmup", **ON_ONE)
 
 

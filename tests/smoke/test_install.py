@@ -28,7 +28,6 @@ EACH_EXTRA = {  # what each one alone adds, and what is trained with it
     "export": (("onnx", "onnxscript", "onnxruntime"), ()),
     "wandb": (("wandb",), ("--log-to", "wandb")),
     "mlflow": (("mlflow",), ("--log-to", "mlflow")),
-    "datasets": (("datasets",), ()),
     "remote": (("obstore", "boto3"), ()),
     "test": (("pytest", "xdist", "triton"), ()),
     "dev": (("mypy",), ()),

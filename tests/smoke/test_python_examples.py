@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +35,6 @@ EXPECTED: dict[str, Callable[[dict[str, Any], str], object]] = {
         "531,484 parameters, 4 steps on 1 ranks" in log_of(names)
         and re.search(r"^(finished|stopped) at step \d$", log_of(names), re.M)
     ),
-    "class Drawings": lambda names, _: (
-        Path("runs/drawings/checkpoints/best").exists() and names["trainer"].config.data.val_share == 0.2
-    ),
-    "import datasets": lambda names, _: names["trainer"].evaluate()["images"] == 10,
 }
 
 
@@ -53,8 +48,6 @@ def test_an_example(
 ) -> None:
     assert len(EXAMPLES) == len(EXPECTED)
     (code,) = [code for code in EXAMPLES if part in code]
-    if part == "import datasets" and not importlib.util.find_spec("datasets"):
-        pytest.skip("needs datasets")
     for large, small in SMALLER.items():
         code = code.replace(large, small)
     photo = sorted((demo_set / "val").rglob("*.jpg"))[0]

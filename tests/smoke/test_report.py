@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_volo.report.__main__ import main
 from tests.ranks.launching import train
@@ -72,13 +69,3 @@ def test_the_worst_classes_have_pictures_while_the_data_is_there(
     assert not any(tag == "img" for tag, _ in pages[1].elements)
     assert all(each["location"] in pages[1].texts("span") for each in wrong)
     assert "--data-dir names the folder" in pages[1].text
-
-
-def test_tensorboard_has_the_worst_confusions(run_folder: Path) -> None:
-    board = EventAccumulator(str(run_folder))
-    board.Reload()
-    assert "evaluation/worst_confusions" in board.Tags()["images"]
-    shown = board.Images("evaluation/worst_confusions")
-    assert [picture.step for picture in shown] == [2, 4]
-    with Image.open(io.BytesIO(shown[-1].encoded_image_string)) as picture:
-        assert picture.size == (shown[-1].width, shown[-1].height)

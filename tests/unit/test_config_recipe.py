@@ -12,6 +12,7 @@ from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import RECIPES, assemble, dump, load_recipe, recipe_names
 from horovod_volo.config.validation import check, config_warnings
+from horovod_volo.core.errors import UserError
 
 ODD = [
     "plain",
@@ -128,3 +129,9 @@ def test_a_recipe_without_the_batch_of_its_rates_means_what_it_meant(
     config = parse(["--recipe", recipe_of(tmp_path, f"[update]\n{text}\n"), "-b", "64"]).config
     derived = derive(config, ranks=8, images=10_000)
     assert (derived.peak_lr, (derived.min_lr, derived.warmup_lr)) == (peak, ends)
+
+
+def test_a_setting_that_is_gone_is_read_if_a_run_did_not_use_it(tmp_path: Path) -> None:
+    assert load_recipe(recipe_of(tmp_path, "[logging]\nhistograms_every = 0\n")) == {}
+    with pytest.raises(UserError, match="unknown key 'histograms_every'"):
+        load_recipe(recipe_of(tmp_path, "[logging]\nhistograms_every = 5\n"))

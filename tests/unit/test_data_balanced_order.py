@@ -1,4 +1,4 @@
-"""With --balance rare classes are drawn more often, by a plan that ranks, restarts and the ledger share."""
+"""With --balance rare classes are drawn more often, by a plan that ranks and restarts share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ import torch
 from coded_images import smooth, write_images
 from image_loaders import train_loader
 
-from horovod_volo.cluster.step_statistics import checksums
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
-from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.sampler import balanced_order, draws_of_classes, rank_indices
-from horovod_volo.elastic.ledger import CLASSES, LEDGER, Ledger, LedgerStart, check_ledger, write_classes
+from horovod_volo.data.sampler import balanced_order, draws_of_classes
 
 COUNTS = np.array([900, 90, 9, 0, 1])
 TARGETS = np.random.default_rng(0).permutation(np.repeat(np.arange(5), COUNTS)).astype(np.int32)
@@ -95,34 +92,3 @@ def test_ranks_and_restarts_see_the_same_draws_each_augmented_differently(folder
             assert (part.drawn == whole.drawn[rank::2]).all()
             assert torch.equal(part.images, whole.images[rank::2])
             assert (part.indices == part.drawn % 16).all()
-
-
-def test_the_ledger_checks_the_planned_draws(tmp_path: Path) -> None:
-    start = LedgerStart(7, IMAGES, 0, 64, global_batch=90, steps_per_epoch=11, ranks=2, balance=0.5)
-    write_classes(tmp_path, TARGETS)
-    ledger = Ledger(tmp_path / LEDGER, start)
-    ledger.begin(0, ["host"] * 2)
-    for step in range(1, 15):
-        epoch, in_epoch = divmod(step - 1, 11)
-        order = balanced_order(7, epoch, TARGETS, 0.5)
-        sums = np.zeros(2, dtype=np.int64)
-        for rank in range(2):
-            (part,) = rank_indices(order, in_epoch, rank=rank, size=2, global_batch=90, accumulation=1)
-            sums += np.array(checksums(7, epoch, part), dtype=np.int64)
-        ledger.note(step, (int(sums[0]), int(sums[1])))
-    ledger.write()
-    text = check_ledger(tmp_path)
-    assert "1 epochs are complete: each of 990 draws was taken once in each of them" in text
-    assert (
-        "With --balance 0.5 images are repeated by plan: an epoch draws each of the 1,000 images 0 to 23 t"
-        in text
-    )
-    np.save(tmp_path / CLASSES, np.sort(TARGETS))
-    with pytest.raises(UserError, match="did not take the images that the order has there"):
-        check_ledger(tmp_path)
-    np.save(tmp_path / CLASSES, TARGETS[1:])
-    with pytest.raises(UserError, match="is of 999 images, not 1000"):
-        check_ledger(tmp_path)
-    (tmp_path / CLASSES).unlink()
-    with pytest.raises(UserError, match="cannot be read"):
-        check_ledger(tmp_path)

@@ -19,7 +19,7 @@ from horovod_volo.engine.checkpoint import saving
 from horovod_volo.engine.checkpoint.files import CheckpointWriter, find_checkpoint, read_tensors
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.setup import setup
+from horovod_volo.engine.run import setup
 
 STEPS = 5  # of an epoch
 

@@ -23,8 +23,8 @@ from horovod_volo.engine.checkpoint.files import write_checkpoint
 from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.run import Start
 from horovod_volo.engine.run import run as engine_run
-from horovod_volo.engine.setup import Start
 from horovod_volo.optim.muon import OneRank, share_matrices
 
 

@@ -1,4 +1,4 @@
-"""Parameters and operations of a network by block."""
+"""Operations of a network."""
 
 from __future__ import annotations
 
@@ -9,25 +9,9 @@ import torch
 
 from horovod_volo.config.recipe import assemble
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.engine.model_cost import PASSES, block_of, count_cost
+from horovod_volo.engine.model_cost import PASSES, count_cost
 from horovod_volo.engine.task import Network
 from horovod_volo.monitor.meters import peak_flops
-
-
-def test_the_cost_of_a_network_is_that_of_its_blocks() -> None:
-    settings = {"model": "volo_demo", "img_size": 64, "num_classes": 10, "token_label": True}
-    config = assemble(settings, fallback_name="")
-    before = torch.get_rng_state()
-    cost = count_cost(config, TASKS.find("classification"), 10)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert sum(block.parameters for block in cost.blocks) == 533_606
-    by_name = {block.name: block for block in cost.blocks}
-    # (16 tokens x 96 channels) times (96 x 10 classes), at two operations
-    assert by_name["aux_head"].flops == 2 * 16 * 96 * 10
-    assert by_name["pos_embed"].kind == ""
-    assert "network.0.0" in by_name
-    assert block_of("layers.0.blocks.1.attn.qkv.weight") == "layers.0.blocks.1"  # as Swin's
-    assert sum(block.flops for block in cost.blocks) == pytest.approx(cost.forward_flops, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +22,9 @@ def test_forward_and_backward_take_what_was_counted_layer_by_layer(
     model: str, side: int, gflop: float
 ) -> None:
     config = assemble({"model": model, "img_size": side, "token_label": True}, fallback_name="")
+    before = torch.get_rng_state()
     cost = count_cost(config, TASKS.find("classification"), 1000)
+    assert torch.equal(torch.get_rng_state(), before)
     assert 1e-9 * PASSES * cost.forward_flops == pytest.approx(gflop, rel=0.01)
 
 
@@ -69,17 +55,12 @@ class UnknownNetwork:
 
 
 @pytest.mark.parametrize(
-    ("build", "parameters"),
-    [(lambda: ComputedOnHost(torch.nn.Conv2d(3, 3, 1)), 12), (lambda: BuiltOnHost(3, 3), 0)],
+    "build", [lambda: ComputedOnHost(torch.nn.Conv2d(3, 3, 1)), lambda: BuiltOnHost(3, 3)]
 )
-def test_operations_that_cannot_be_counted_are_not_invented(
-    build: Callable[[], torch.nn.Module], parameters: int
-) -> None:
+def test_operations_that_cannot_be_counted_are_not_invented(build: Callable[[], torch.nn.Module]) -> None:
     """A run does not need them."""
     cost = count_cost(assemble({}, fallback_name=""), UnknownNetwork(build), 3)  # type: ignore[arg-type]
-    assert (cost.forward_flops, sum(block.parameters for block in cost.blocks)) == (0.0, parameters)
-    assert [block.flops for block in cost.blocks] == [0.0] * len(cost.blocks)
-    assert cost.problem
+    assert (cost.forward_flops, bool(cost.problem)) == (0.0, True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from horovod_volo.engine.checkpoint.files import CHECKPOINTS, update_link
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS, save_evaluation
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.setup import setup
+from horovod_volo.engine.run import setup
 from horovod_volo.models.pretrained import load_pretrained
 
 Start = Callable[..., tuple[TrainContext, list[str]]]
@@ -92,7 +92,7 @@ def test_mean_std_and_crop_travel_with_the_weights(start: Start, tmp_path: Path)
     assert any("trained with --mean 0.5 0.4 0.3" in text for text in warnings), warnings
 
 
-def test_a_balanced_run_resumes_its_plan_and_proves_it(start: Start, tmp_path: Path) -> None:
+def test_a_balanced_run_resumes_its_plan(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "weights.txt"
     classes = sorted(path.name for path in (tmp_path / "images" / "train").iterdir())
     file.write_text("".join(f"{name} {0.5 + number}\n" for number, name in enumerate(classes)))
@@ -110,9 +110,8 @@ def test_a_balanced_run_resumes_its_plan_and_proves_it(start: Start, tmp_path: P
     context.callbacks = Callbacks(standard_callbacks(), context.stop)
     context.callbacks.started(context)
     assert loop.fit(context)
-    proved = check_ledger(context.folder)
-    assert "each of 12 draws was taken once" in proved
-    assert "With --balance 1 images are repeated by plan: an epoch draws each of the 12 images" in proved
+    with pytest.raises(UserError, match="with --balance, images are drawn several times"):
+        check_ledger(context.folder)
 
 
 def test_balancing_equal_classes_is_named(start: Start, tmp_path: Path) -> None:

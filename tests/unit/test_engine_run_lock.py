@@ -18,12 +18,12 @@ from small_runs import small_run
 
 from horovod_volo.cluster.world import World
 from horovod_volo.core.errors import UserError
-from horovod_volo.elastic.ledger import LedgerCallback
+from horovod_volo.elastic.ledger import Ledger
 from horovod_volo.engine import loop, run_lock
 from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.run import setup
 from horovod_volo.engine.run_lock import RunLock
-from horovod_volo.engine.setup import setup
 
 HOLD = """
 import sys
@@ -153,11 +153,10 @@ def test_a_refresh_does_not_overwrite_a_lock_that_was_taken_meanwhile(
 def test_a_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "_POLL_SECONDS", 0.0)
     context, _ = setup(small_run(tmp_path), World.single(), StopRequest())
-    ledger = LedgerCallback()
+    ledger = Ledger()
     context.callbacks = Callbacks([ledger], context.stop)
     context.callbacks.started(context)
-    assert ledger.ledger is not None
-    ledger.ledger.note(1, (0, 0))
+    ledger.note(1, (0, 0))
     change(context.folder, id="another")
     files = {path: path.read_bytes() for path in context.folder.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"was taken over by process .* Nothing more is written here"):

@@ -1,11 +1,10 @@
-"""The worst classes of an evaluation: against a slow count, over batches and ranks, and as a picture."""
+"""The worst classes of an evaluation: against a slow count, and over batches and ranks."""
 
 from __future__ import annotations
 
 import json
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.bench.synthetic import SyntheticRun, bench_config, learner_of
+from horovod_volo.bench.synthetic import SyntheticRun, bench_config, catalog_without_files, learner_of
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
-from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine import classification
-from horovod_volo.engine.accuracy import WORST_CLASSES, WRONG_IMAGES, PredictionCollector, find_confusions
-from horovod_volo.pictures.classification import draw_confusions
+from horovod_volo.engine.accuracy import WORST_CLASSES, WRONG_IMAGES, EvalCounts, ImageScores, find_confusions
 from tests.gpu.synchronisation import RefuseSynchronisation
 
 
@@ -87,33 +83,28 @@ def batch_of(indices: list[int], classes: NDArray[Any]) -> EvalBatch:
 
 @pytest.mark.parametrize("batch", [1, 7, 300])
 def test_predictions_are_collected_by_image(batch: int) -> None:
-    images, predictions, probabilities = drawn_case(3)
-    classes = np.where(np.arange(300) % 50 == 0, NO_CLASS, images.targets)  # every fiftieth is damaged
-    collector = PredictionCollector()
-    for first in range(0, 300, batch):
-        indices = list(range(300))[::-1][first : first + batch]
-        predicted = torch.from_numpy(np.maximum(predictions[indices], 0))
-        collector.add(batch_of(indices, classes), predicted, torch.from_numpy(probabilities[indices]))
-    assert collector.done == 300
-    found, shares = collector.gather(World.single(), 300)
-    assert found.tolist() == np.where(classes == NO_CLASS, NO_CLASS, np.maximum(predictions, 0)).tolist()
-    assert shares.tolist() == probabilities.tolist()
-
-
-def test_collecting_does_not_wait_for_the_device() -> None:
-    images, predictions, probabilities = drawn_case(3)
-    collector = PredictionCollector()
-    indices = list(range(300))
-    batch = batch_of(indices, images.targets)
-    predicted, shares = torch.from_numpy(predictions), torch.from_numpy(probabilities)
-    with RefuseSynchronisation():
-        collector.add(batch, predicted, shares)
-    assert collector.done == 300
+    catalog, random = catalog_without_files(300, 10), torch.Generator().manual_seed(1)
+    logits = torch.randn(300, 10, generator=random)
+    classes = torch.randint(10, (300,), generator=random)
+    classes[::50] = NO_CLASS  # damaged
+    scores = ImageScores(torch.device("cpu"))
+    for indices in torch.arange(299, -1, -1).split(batch):
+        with RefuseSynchronisation():  # the host does not wait for the device
+            scores.add(EvalBatch(torch.empty(0), classes[indices], indices.numpy()), logits[indices])
+    counts, predictions, probabilities = scores.gather(catalog, World.single())
+    seen, ranks = classes != NO_CLASS, logits.argsort(dim=1, descending=True)
+    correct = (ranks == classes[:, None]).cumsum(dim=1)
+    assert counts._replace(loss_sum=0) == (correct[:, 0].sum(), correct[:, 4].sum(), 0, 294, 6)
+    loss = torch.nn.functional.cross_entropy(logits[seen], classes[seen], reduction="sum")
+    assert counts.loss_sum == pytest.approx(float(loss))
+    assert predictions.tolist() == torch.where(seen, ranks[:, 0], NO_CLASS).tolist()
+    assert probabilities.tolist() == logits.softmax(dim=1).amax(dim=1).tolist()
 
 
 def test_the_better_weights_of_a_step_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([50, 75, 50, 0])
-    monkeypatch.setattr(classification, "count_correct", lambda *_: torch.tensor([0.0, 0, 0, 2, 0]))
+    counts = EvalCounts(0, 0, 0.0, 2, 0)
+    monkeypatch.setattr(ImageScores, "gather", lambda *_: (counts, None, None))
     monkeypatch.setattr(classification, "find_confusions", lambda *_: {"top1": next(scores)})
     with closing(SyntheticRun(bench_config(model="volo_demo", img_size=32, batch_size=2))) as run:
         learner = learner_of(run.context)
@@ -122,25 +113,3 @@ def test_the_better_weights_of_a_step_are_recorded(monkeypatch: pytest.MonkeyPat
             for _ in range(evaluations):
                 learner.evaluate(run.context.model, lambda _: None)
             assert json.loads(learner.files(step)["confusions.json"]) == {"step": step, "top1": best}
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
-    folder = tmp_path_factory.mktemp("data")
-    make_demo_set(folder, train=10, val=40)
-    return build_catalog(str(folder), "val", None)
-
-
-def test_the_picture_leaves_out_what_cannot_be_read(drawn: Catalog) -> None:
-    predictions = (drawn.targets.astype(np.int64) + 1) % 10
-    confusions = find_confusions(drawn, predictions, np.linspace(0, 1, 40, dtype=np.float32))
-    sheet = draw_confusions(drawn, confusions)["worst_confusions"]
-    first, second = confusions["worst"][:2]
-    for each in first["wrong"]:
-        Path(each["location"]).unlink()
-    Path(second["wrong"][0]["location"]).write_bytes(b"not an image")
-    assert draw_confusions(drawn, confusions)["worst_confusions"].height < sheet.height
-    assert draw_confusions(drawn, confusions | {"worst": [first]}) == {}
-    right = find_confusions(drawn, drawn.targets.astype(np.int64), np.ones(40, np.float32))
-    assert right["worst"] == []
-    assert draw_confusions(drawn, right) == {}

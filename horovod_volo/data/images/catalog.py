@@ -9,7 +9,6 @@ Invariant: a class's number is its position in `classes`. Weights, label maps an
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -44,43 +43,7 @@ from horovod_volo.data.reading import IMAGE_ENDINGS, START_BYTES, ending_of
 SHARDS_OPEN = 64
 
 
-class ImageList(ABC):
-    """The images of a split, in a fixed order, with their classes."""
-
-    classes: tuple[str, ...]
-    targets: NDArray[np.int32]  # (images,) positions in `classes`
-    digest: str  # identifies the images and their order: a resumed run must share it
-    source: str  # where the images are, for messages
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def name(self, index: int) -> str:
-        """Return "CLASS/NAME", which is unique."""
-
-    @abstractmethod
-    def location(self, index: int) -> str:
-        """Return where an image is, for messages."""
-
-    @abstractmethod
-    def read(self, index: int) -> NDArray[np.uint8]:
-        """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
-
-    def read_ahead(self, indices: NDArray[np.int64]) -> None:  # noqa: B027  # most lists have no need of it
-        """Begin to read images that are needed soon, if that saves time."""
-
-    def number_as(self, classes: tuple[str, ...]) -> None:
-        """Number the classes by their positions among `classes`, which has all of them."""
-        number_of = {name: number for number, name in enumerate(classes)}
-        numbers = np.array([number_of[name] for name in self.classes], np.int32)
-        self.targets, self.classes = numbers[self.targets], classes
-
-    def close(self) -> None:  # noqa: B027
-        """Close all files."""
-
-
-class Catalog(ImageList):
+class Catalog:
     """The images of one split, in a fixed order."""
 
     def __init__(self, file: OpenFile, path: Path | None) -> None:
@@ -89,8 +52,8 @@ class Catalog(ImageList):
         metadata = self._file.metadata
         self.path = path  # None: in memory only
         self.classes = tuple(metadata["classes"])
-        self.targets = self._file.targets
-        self.digest = self._file.digest
+        self.targets = self._file.targets  # (images,) positions in `classes`
+        self.digest = self._file.digest  # of the images and their order: a resumed run must share it
         self.state = self._file.state  # of the split folder at the time of listing
         self.source = metadata["source"]
         self._shards = [Path(self.source) / shard for shard in metadata["shards"]]
@@ -127,6 +90,15 @@ class Catalog(ImageList):
         if not encoded:
             raise BadSampleError(f"{self.location(index)} is empty")
         return np.frombuffer(encoded, dtype=np.uint8)
+
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:
+        """Begin to read images that are needed soon, if that saves time."""
+
+    def number_as(self, classes: tuple[str, ...]) -> None:
+        """Number the classes by their positions among `classes`, which has all of them."""
+        number_of = {name: number for number, name in enumerate(classes)}
+        numbers = np.array([number_of[name] for name in self.classes], np.int32)
+        self.targets, self.classes = numbers[self.targets], classes
 
     def close(self) -> None:
         """Close the shards; the catalog's own file is closed with the last reference to the catalog."""

@@ -152,9 +152,7 @@ def find_checkpoint(source: str) -> Path:
 
 def intact_checkpoints(run_folder: Path) -> Iterator[Path]:
     """Yield the intact checkpoints of a run, the newest first."""
-    for checkpoint in _saved(run_folder):
-        if find_damage(checkpoint) is None:
-            yield checkpoint
+    return (checkpoint for checkpoint in _saved(run_folder) if find_damage(checkpoint) is None)
 
 
 def has_checkpoint(run_folder: Path) -> bool:
@@ -216,7 +214,7 @@ class CheckpointWriter:
     def __init__(self) -> None:
         self.step = -1  # of the last checkpoint that was begun, on every rank
         self._copies: StateDicts = {}  # kept for the next checkpoint
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # begins at the first one
         self._writing: Future[Sequence[str]] | None = None
 
     @property
@@ -232,9 +230,7 @@ class CheckpointWriter:
     def begin(self, tensors: StateDicts, write: Callable[[StateDicts], Sequence[str]]) -> None:
         """Copy the tensors, and let `write` write the copies; `wait` must have been called since the last."""
         assert self._writing is None
-        copies = self._copied(tensors)
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = self._thread.submit(write, copies)
+        self._writing = self._thread.submit(write, self._copied(tensors))
 
     def done_within(self, seconds: float) -> bool:
         """Wait for the checkpoint under way, at most so long; return whether none is left."""
@@ -247,24 +243,22 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Wait for the thread, and end it."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()
 
     @torch.no_grad()
     def _copied(self, tensors: StateDicts) -> StateDicts:
         # A copy of its own for each: batch-norm statistics are views of one flat tensor, and safetensors
         # refuses to store views. A GPU copies to pinned memory without the host.
-        copies: dict[str, dict[str, Tensor]] = {}
-        on_gpu = False
-        for file, of_file in tensors.items():
-            copies[file] = {}
-            for name, tensor in of_file.items():
-                copy = self._copies.get(file, {}).get(name)
-                if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                copies[file][name] = copy.copy_(tensor, non_blocking=True)
-                on_gpu |= tensor.is_cuda
-        if on_gpu:
+        def copied(tensor: Tensor, earlier: Tensor | None) -> Tensor:
+            if earlier is None or earlier.shape != tensor.shape or earlier.dtype != tensor.dtype:
+                earlier = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            return earlier.copy_(tensor, non_blocking=True)
+
+        before = self._copies
+        self._copies = {
+            file: {name: copied(tensor, before.get(file, {}).get(name)) for name, tensor in named.items()}
+            for file, named in tensors.items()
+        }
+        if any(tensor.is_cuda for named in tensors.values() for tensor in named.values()):
             torch.cuda.current_stream().synchronize()
-        self._copies = copies
-        return copies
+        return self._copies

@@ -30,6 +30,9 @@ from horovod_volo.models.weights import AUX_HEAD
 from horovod_volo.models.weights_header import statistics_of_run
 
 _OF_THE_MODEL = "of the model"
+_FLAGS = {
+    name: "--" + name.replace("_", "-") for name in ("model", "freeze", "image_decoder", "seed", "ema_warmup")
+}
 
 
 def checkpoint_to_resume(config: Config, world: World, task: Task, train: Samples) -> Path | None:
@@ -158,27 +161,19 @@ def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
 
 def _remedy(name: str, saved: Any, ranks: int) -> str:
     new_run = "or start a new run with --finetune."
-    match name:
-        case "model":
-            return f"Give --model {saved}."
-        case "global_batch" if saved % ranks == 0:
-            return (
-                f"With {ranks} ranks, batch size x accumulation must be {saved // ranks}: "
-                f"--global-batch {saved} sets both."
-            )
-        case "global_batch":
-            return f"Start a number of ranks that divides {saved}."
-        case "mean and std":
-            return "Drop --mean and --std." if saved == _OF_THE_MODEL else f"Give {saved}."
-        case "ema_warmup":
-            return "Give --ema-warmup." if saved else "Drop --ema-warmup."
-        case "freeze":
-            return f"Give --freeze {saved}, {new_run}" if saved else f"Drop --freeze, {new_run}"
-        case "aux_head":
-            labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
-            return f"Give {labels}, {new_run}"
-        case "image_decoder":
-            return f"Give --image-decoder {saved}, {new_run}"
-        case "images" | "image_list":
-            return f"Restore the training images as they were, {new_run}"
+    if name == "global_batch" and saved % ranks:
+        return f"Start a number of ranks that divides {saved}."
+    if name == "global_batch":
+        product = f"With {ranks} ranks, batch size x accumulation must be {saved // ranks}"
+        return f"{product}: --global-batch {saved} sets both."
+    if name in ("images", "image_list"):
+        return f"Restore the training images as they were, {new_run}"
+    if name == "mean and std":
+        return "Drop --mean and --std." if saved == _OF_THE_MODEL else f"Give {saved}."
+    if name == "aux_head":
+        labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
+        return f"Give {labels}, {new_run}"
+    if flag := _FLAGS.get(name):
+        value = "" if saved is True else f" {saved}"
+        return f"Give {flag}{value}, {new_run}" if saved else f"Drop {flag}, {new_run}"
     return f"Give the settings of its resolved.toml, {new_run}"

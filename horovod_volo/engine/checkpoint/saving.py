@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from horovod_volo.cluster.world import AllRanksError
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import (
-    CHECKPOINTS,
     StateDicts,
     checkpoint_path,
     delete_old_checkpoints,
@@ -83,29 +83,22 @@ def divergence(context: TrainContext, last: int) -> AllRanksError:
     return AllRanksError(f"The loss or its gradients are not finite in {steps}{since}. {_AFTER_DIVERGENCE}")
 
 
-def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
-    """Raise UserError if a tensor is not finite; non-finite gradients have reached the weights by now."""
-    for tensors in tensors_by_file.values():
-        for name, tensor in tensors.items():
-            if not tensor.isfinite().all():
-                raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
-
-
 def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str]]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
-    folder, step, keep = _folder(context), context.state.step, context.config.run.keep_checkpoints
+    folder, step, config = context.checkpoint_folder, context.state.step, context.config
     may_write = context.lock.check if context.lock is not None else lambda: None
-    metadata = run_metadata(context.config, context.derived, context.task, context.data.train)
+    metadata = run_metadata(config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
-    config = context.config
     statistics = statistics_of_run(config.data, config.model.model)
     crop_pct = config.data.crop_pct or spec_of(config.model.model).crop_pct
     header = header_of(context.data.train.classes) | statistics.header("center", crop_pct)
 
     def write(tensors: StateDicts) -> list[str]:
-        _check_tensors(tensors, step)
+        for name, tensor in chain(*(named.items() for named in tensors.values())):
+            if not tensor.isfinite().all():  # gradients that are not finite have reached the weights by now
+                raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
         saved = write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
-        return delete_old_checkpoints(saved, keep)
+        return delete_old_checkpoints(saved, config.run.keep_checkpoints)
 
     return write
 
@@ -127,7 +120,7 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 
 def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
-    checkpoint, best = _current_checkpoint(context), _folder(context) / "best"
+    checkpoint, best = _current_checkpoint(context), context.checkpoint_folder / "best"
     try:
         with atomic_write(checkpoint / _EVALUATION) as file:
             file.write(json.dumps(metrics).encode())
@@ -152,20 +145,18 @@ def stops_early(context: TrainContext) -> bool:
 
     It follows from the step of `best` and the current one, so a run that resumes stops where it would have.
     """
-    patience = context.config.run.early_stop
-    if not patience:
+    run, best = context.config.run, context.checkpoint_folder / "best"
+
+    def evaluations_since_best() -> int:
+        if not best.exists():  # the checkpoint of another run was resumed, and none has been evaluated since
+            return 0
+        best_step = int(best.resolve().name.removeprefix("step_"))
+        (first, _), (last, _) = map(context.derived.epoch_of, (best_step, context.state.step))
+        return sum(epoch % run.eval_every == 0 for epoch in range(first + 1, last + 1))
+
+    if not run.early_stop:
         return False
-    return context.world.run_on_rank_zero(lambda: _evaluations_since_best(context)) >= patience
-
-
-def _evaluations_since_best(context: TrainContext) -> int:
-    """Return the number of evaluations after that of `best`, as --eval-every has them."""
-    best = _folder(context) / "best"
-    if not best.exists():  # the checkpoint of another run was resumed, and none has been evaluated since
-        return 0
-    best_step = int(best.resolve().name.removeprefix("step_"))
-    (first, _), (last, _) = map(context.derived.epoch_of, (best_step, context.state.step))
-    return sum(epoch % context.config.run.eval_every == 0 for epoch in range(first + 1, last + 1))
+    return context.world.run_on_rank_zero(evaluations_since_best) >= run.early_stop
 
 
 def _score(checkpoint: Path, context: TrainContext) -> float:
@@ -182,9 +173,5 @@ def _score(checkpoint: Path, context: TrainContext) -> float:
         return -1.0
 
 
-def _folder(context: TrainContext) -> Path:
-    return context.folder / CHECKPOINTS
-
-
 def _current_checkpoint(context: TrainContext) -> Path:
-    return checkpoint_path(_folder(context), context.state.step)
+    return checkpoint_path(context.checkpoint_folder, context.state.step)
