@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,7 +163,9 @@ def build_catalog(
     """
     try:
         images = find_split(data_dir, split, held_out)
-        return in_memory(images) if folder is None else in_folder(images, folder, split)
+        path = folder and folder / f"{split}-{images.key}.catalog"
+        existing = path and _open_if_valid(path)
+        return existing if existing and existing.state == images.state else list_split(images, path)
     except OSError as error:
         where = "" if folder is None else f" and keep the list in {folder}"
         raise UserError(
@@ -206,23 +209,22 @@ def check_same_classes(train: Catalog, val: Catalog) -> None:
         )
 
 
-def in_memory(images: SplitFolder) -> Catalog:
-    """List the images of a split without a file on a disk."""
+def list_split(images: SplitFolder, path: Path | None) -> Catalog:
+    """List the images of a split into a file, or into memory without a path."""
+    return Catalog(keep_list(lambda file: list_images(images, file.fileno()), path), path)
+
+
+def keep_list(write: Callable[[BinaryIO], object], path: Path | None) -> OpenFile:
+    """Open a list that `write` writes into a file, or into memory without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            write(file)
+        return open_file(path)
     memory = OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
-    list_images(images, memory.descriptor)
-    return Catalog(memory, path=None)
-
-
-def in_folder(images: SplitFolder, folder: Path, split: Split) -> Catalog:
-    """List the images of a split into a folder, or open the list there if it is up to date."""
-    path = folder / f"{split}-{images.key}.catalog"
-    existing = _open_if_valid(path)
-    if existing is not None and existing.state == images.state:
-        return existing
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        list_images(images, file.fileno())
-    return Catalog(open_file(path), path)
+    with os.fdopen(memory.descriptor, "wb", closefd=False) as file:
+        write(file)
+    return memory
 
 
 def _open_if_valid(path: Path) -> Catalog | None:
