@@ -74,7 +74,6 @@ class Data:
         "rand-m9-mstd0.5-inc1",
         "augmentation in timm's notation: RandAugment (m magnitude, n operations, p probability, mstd and "
         "mmax deviation and maximum of m, inc1 severity increases with m); empty: none",
-        also=("--jsd", "--jsd-loss", "--aug-splits"),
         idle=(_OTHER_TASK,),
     )
     randaugment_on: Literal["crop", "image"] = setting(

@@ -64,7 +64,7 @@ def holds(condition: str, config: Config, run: RunFacts = NOTHING_KNOWN) -> bool
 
 
 def is_set(flag: str, config: Config) -> bool:
-    """Return whether a flag is neither off, 0 nor empty, or has a value: as in "--loss bce"."""
+    """Return whether a flag is neither off, 0 nor empty, or has the value that follows it: "--loss bce"."""
     name, _, wanted = flag.partition(" ")
     value = by_flag(config)[name]
     return shown(value) == wanted if wanted else bool(value)
