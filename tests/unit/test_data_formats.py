@@ -88,20 +88,6 @@ def test_a_list_of_classes_beside_tar_shards_sets_their_order(tmp_path):
         train(tmp_path)
 
 
-def test_the_digest_does_not_depend_on_the_format(tmp_path):
-    for name in ("ant", "bee"):
-        (tmp_path / "plain/train" / name).mkdir(parents=True)
-        (tmp_path / "plain/train" / name / "1.jpg").write_bytes(picture(1))
-    members = [
-        (f"{name}/1.{ending}", data)
-        for name, number in (("ant", b"0"), ("bee", b"1"))
-        for ending, data in (("jpg", picture(1)), ("cls", number))
-    ]
-    write_tar(tmp_path / "packed/train/0.tar", members)
-    (tmp_path / "packed/train/classes.txt").write_text("ant\nbee\n")
-    assert train(tmp_path / "packed").digest == train(tmp_path / "plain").digest
-
-
 @pytest.mark.parametrize(
     ("members", "message"),
     [

@@ -1,4 +1,4 @@
-"""Published label maps are read as saved, flipped like arrays, and refused with a reason if invalid."""
+"""Published label maps are read as saved, and refused with a reason if they are invalid."""
 
 from pathlib import Path
 
@@ -8,7 +8,6 @@ import torch
 from label_samples import catalog_of, publish, published_map, save
 
 from horovod_volo.core.errors import BadSampleError, UserError
-from horovod_volo.data.augmentation.crop_flip import flipped
 from horovod_volo.token_labels.published_maps import PublishedMaps, read_published_map
 
 
@@ -46,18 +45,6 @@ def test_images_that_share_a_map_are_refused(tmp_path):
     catalog = catalog_of(tmp_path, "a/2.png")
     with pytest.raises(UserError, match=r"a/2\.jpg and a/2\.png in .* have the same label map, because"):
         PublishedMaps(folder, catalog)
-
-
-@pytest.mark.parametrize("horizontal", [False, True])
-@pytest.mark.parametrize("vertical", [False, True])
-def test_flips_reverse_rows_and_columns(horizontal, vertical):
-    ids = np.arange(2 * 3 * 4, dtype=np.int32).reshape(2, 3, 4)
-    scores = (ids / 2).astype(np.float16)
-    flipped_scores, flipped_ids = flipped((scores, ids), horizontal, vertical)
-    for k, row, column in np.ndindex(2, 3, 4):
-        source = (k, 2 - row if vertical else row, 3 - column if horizontal else column)
-        assert flipped_ids[k, row, column] == ids[source]
-        assert flipped_scores[k, row, column] == scores[source]
 
 
 @pytest.mark.parametrize("length", [0, 10, 300])
