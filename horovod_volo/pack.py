@@ -4,6 +4,7 @@
     tools/pack /path/to/imagenet /path/to/packed256 --resize 256
     tools/pack /path/to/packed --verify
     tools/pack /path/to/shards --catalog
+    tools/pack /path/to/records /path/to/packed --from tfrecord
 
 OUT_DIR is a data folder for training: train/ and val/ with NAME-000000.tar, their indexes, classes.txt and
 manifest.json. Images with masks are packed for segmentation, unchanged and in order, each beside its mask.
@@ -77,6 +78,12 @@ def build_parser() -> Parser:
         setting_of_training("seed", default=0, help="seed of the shuffled order"),
         setting_of_training("bad_samples", default="fail", help=status),
     )
+    add(
+        "--from",
+        dest="records",
+        choices=("tfrecord", "recordio"),
+        help="convert shards of this format (MXNet's RecordIO, TFRecord as of ImageNet)",
+    )
     add("--no-shuffle", action="store_true", help="keep the order of the images, class by class")
     add("--catalog", action="store_true", help="list the images of shards, to read these from a server")
     add("--verify", action="store_true", help="read all shards and compare their checksums")
@@ -94,14 +101,14 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
         "progress": lambda split: ThroughputLine(f"images of {split}"),
     }
     try:
-        if PACKERS.has_extra(masks) and PACKERS.find(masks).fits(data_dir):
+        if PACKERS.has_extra(masks) and not args.records and PACKERS.find(masks).fits(data_dir):
             if args.resize:
                 raise UserError(f"{data_dir} has masks, and such images are packed unchanged. Drop --resize.")
             PACKERS.find(masks).pack(data_dir, out, **sizes, **common)
         else:
             how = {"quality": args.quality, "seed": args.seed, "shuffle": not args.no_shuffle}
             options = PackOptions(**sizes, **how, shorter_side=args.resize)
-            left_out = pack(data_dir, out, options, **common)
+            left_out = pack(data_dir, out, options, records=args.records, **common)
     except OSError as error:
         raise UserError(
             f"cannot pack into {out}: {error}. Correct this and run the same command again: finished "
@@ -111,6 +118,10 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
     if left_out:
         print(f"{len(left_out)} images were left out", file=sys.stderr)
     return DAMAGED if left_out and args.bad_samples == "fail" else DONE
+
+
+def _progress(split: str) -> ThroughputLine:
+    return ThroughputLine(f"images of {split}")
 
 
 def _publish_catalogs(folder: Path) -> None:

@@ -32,7 +32,10 @@ EXTRAS: dict[str, dict[str, str]] = {
     "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.trained"),
     "kind of data to pack": {"images with masks": "horovod_volo.dense.scene_shards"},
     "image decoder": {"pillow": "horovod_volo.data.pillow_pipeline"},
-    "format of images": {"tar": "horovod_volo.data.images.tar_shards"},
+    "format of images": {
+        "tar": "horovod_volo.data.images.tar_shards",
+        **dict.fromkeys(("tfrecord", "recordio"), "horovod_volo.data.packing.records"),
+    },
     "format of label maps": {"published": "horovod_volo.token_labels.published_maps"},
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
     "operator of CPUs": {"outlook attention": "horovod_volo.kernels.outlook_gather"},

@@ -7,6 +7,7 @@ read differently; reading them raises no other error. MUTATIONS=1000 in the envi
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
 from horovod_volo.data.packing.manifest import check_split
 from horovod_volo.data.packing.pack import PackOptions, pack
+from horovod_volo.data.packing.records import list_records
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.scene_shards import open_scenes, pack_scenes
@@ -36,6 +38,7 @@ from horovod_volo.labelling.verify import check_store
 from horovod_volo.models.weights import read_weights
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.store import LabelStore
+from tests.unit.shard_writers import example, picture, recordio_content, write_recordio, write_tfrecord
 
 MUTATIONS = int(os.environ.get("MUTATIONS", "40"))  # of each kind of file
 KINDS = ("JPEG", "PNG", "TIFF", "WEBP", "BMP", "GIF")
@@ -147,6 +150,25 @@ def indexed_tar_shard(folder: Path) -> Case:
     return [*(data / "train").glob("*.tar"), *(data / "train").glob("*.idx")], lambda: listed(data)
 
 
+def record_shards(folder: Path) -> Case:
+    files = [folder / "a" / "train" / "0.tfrecord", folder / "b" / "train" / "0.rec"]
+
+    def load() -> bool:
+        for number, (name, form) in enumerate((("a", "tfrecord"), ("b", "recordio"))):
+            lists = folder / f"lists{number}"
+            shutil.rmtree(lists, ignore_errors=True)
+            catalog = list_records(str(folder / name), "train", lists, form)
+        return len(catalog) > 0
+
+    shown = [picture(number) for number in range(6)]
+    features = [{"image/encoded": image, "image/class/label": len(image) % 3} for image in shown]
+    write_tfrecord(files[0], list(map(example, features)))
+    write_recordio(
+        files[1], [recordio_content(number % 3, number, image) for number, image in enumerate(shown)]
+    )
+    return files, load
+
+
 def classes_file(folder: Path) -> Case:
     data = packed(folder)
     return [data / "train" / "classes.txt"], lambda: len(listed(data))
@@ -216,7 +238,7 @@ def scene_shards(folder: Path) -> Case:
 
 
 CASES = (finetune, resume, torch_file, catalog_file, rebuilt_catalog, tar_shard, indexed_tar_shard)
-CASES += (classes_file, manifest, scene_shards, label_store, recipe, images)
+CASES += (record_shards, classes_file, manifest, scene_shards, label_store, recipe, images)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -133,7 +133,7 @@ def test_a_share_of_each_class_is_held_out(tmp_path, inside):
         ([], "train", 0, "no folders at all"),
         (["training/a/1.jpg"], "val", 0, "no folder val .* it has training"),
         (["train/1.jpg"], "train", 0, "train has no class folders.*train/CLASS"),
-        (["train/a/1.jpg", "train/0.tar"], "train", 0, "such as a, and .* such as 0.tar"),
+        (["train/a/1.jpg", "train/0.tar", "train/0.rec"], "train", 0, "formats: .*0.tar .* a .folder"),
         (["train/a/1.jpg", "train/b/1.jpg"], "train", 0.1, "class a has one image.*Add an image"),
         (["train/a/1.jpg", "train/b/1.jpg"], "val", 0.1, "class a has one image.*Add an image"),
         (["train/1.tar"], "val", 0.1, "holds shards, from which no images can be held out"),

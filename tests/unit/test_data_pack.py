@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
-from shard_writers import picture, write_tar_index
+from PIL import Image, features
+from shard_writers import example, picture, write_tar_index, write_tfrecord
 
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.packing import packed_split as packing
@@ -74,6 +74,21 @@ def test_images_and_names_are_unchanged(images, packed):
         "manifest.json",
         *(f"train-00000{number}.{ending}" for number in range(3) for ending in ("idx", "tar")),
     ]
+
+
+@pytest.mark.parametrize("kind", ["GIF", *(["AVIF"] if features.check("avif") else [])])
+def test_images_that_are_found_in_shards_whatever_they_are_called(tmp_path, kind):
+    """Members of tar shards are images by their names."""
+    for split in ("train", "val"):
+        records = [
+            example({"image/encoded": picture(number, kind), "image/class/label": number})
+            for number in range(2)
+        ]
+        (tmp_path / "images" / split).mkdir(parents=True)
+        write_tfrecord(tmp_path / f"images/{split}/s.tfrecord", records)
+    assert pack(tmp_path / "images", tmp_path / "out", "--workers", 1, "--from", "tfrecord") == 0
+    images = sorted(image for _, image in content(tmp_path / "out", "train").values())
+    assert images == sorted(picture(number, kind) for number in range(2))
 
 
 def test_classes_are_mixed_without_no_shuffle(images, packed, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.reading import IMAGE_ENDINGS
 
 Split = Literal["train", "val"]
-Format = Literal["folder", "tar"]
+Format = Literal["folder", "tar", "tfrecord", "recordio"]
 
 FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("train",),
@@ -28,6 +29,11 @@ CLASSES_FILE = "classes.txt"  # beside tar shards: one class name a line
 PUBLISHED_CATALOG = "images.catalog"  # beside shards: the list of their images, for reading from a server
 NAMES_SHOWN = 8
 _EDITION = 2  # increase when other images of a folder are listed: lists of earlier versions are not used
+_SHARD_NAMES: dict[Format, re.Pattern[str]] = {
+    "tar": re.compile(r".*\.tar"),
+    "tfrecord": re.compile(r".*\.tfrecord|.*-\d{5}-of-\d{5}"),
+    "recordio": re.compile(r".*\.rec"),
+}
 
 
 @dataclass(frozen=True)
@@ -80,30 +86,46 @@ class SplitFolder:
         return _sha256(f"{self.root}{part}").hex()[:12]
 
 
-def find_split(data_dir: str, split: Split, held_out: HeldOut | None = None) -> SplitFolder:
-    """Find one split of `data_dir`; raise UserError if it has no images."""
+def find_split(
+    data_dir: str, split: Split, held_out: HeldOut | None = None, *, records: Format | None = None
+) -> SplitFolder:
+    """Find one split of `data_dir`; raise UserError if it has no images, or shards to convert first.
+
+    With `records`, a split that holds shards of this format, to be converted.
+    """
     root, part = _find_root(data_dir, split, held_out or HeldOut())
     folders, files, lost = visible(root)
     check_links(root, lost, len(folders) + len(files))
-    shards = [name for name in files if name.endswith(".tar")]
-    if not folders and not shards:
+    found: dict[Format, list[str]] = {
+        form: [name for name in files if pattern.fullmatch(name)] for form, pattern in _SHARD_NAMES.items()
+    }
+    found["folder"] = folders
+    present = [form for form, parts in found.items() if parts]
+    if records and records not in present:
+        raise UserError(f"{root} holds no {records} shards. Mend --from, or name another folder.")
+    if not present:
         raise UserError(
             f"{root} has no class folders. Put each image under {root}/CLASS/, one folder for each class, "
             "or tar shards directly inside."
         )
-    if folders and shards:
+    if len(present) > 1:
+        examples = " and ".join(f"{found[form][0]} ({form})" for form in present)
         raise UserError(
-            f"{root} holds both folders, such as {folders[0]}, and tar shards, such as {shards[0]}. Leave "
-            "one of them and move the others away."
+            f"{root} holds images in several formats: {examples}. Leave one of them and move the others away."
         )
-    if part and shards:
+    form = present[0]
+    if form not in ("folder", "tar") and not records:
+        raise UserError(
+            f"{root} holds {form} shards, such as {min(found[form])}, which are not read directly. Convert "
+            f"them once: horovod-volo pack --from {form} {data_dir} OUT_DIR, and use OUT_DIR."
+        )
+    if part and form != "folder":
         raise UserError(
             f"{root} holds shards, from which no images can be held out. Put others into "
             f"{root.parent / 'val'}."
         )
-    form: Format = "tar" if shards else "folder"
-    parts = tuple(sorted(shards or folders))
-    beside = [name for name in files if shards and (name.endswith(".idx") or name == CLASSES_FILE)]
+    parts = tuple(sorted(found[form]))
+    beside = [name for name in files if form == "tar" and (name.endswith(".idx") or name == CLASSES_FILE)]
     return SplitFolder(root, form, parts, _state(root, form, [*parts, *sorted(beside)]), part)
 
 

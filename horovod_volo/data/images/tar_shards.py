@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import LISTERS, Listed
-from horovod_volo.data.images.catalog_file import CatalogWriter, OpenFile, open_file
+from horovod_volo.data.images.catalog_file import CatalogWriter, Label, OpenFile, open_file
 from horovod_volo.data.images.split_folder import CLASSES_FILE, SplitFolder, shortened
 from horovod_volo.data.reading import IMAGE_ENDINGS
 
@@ -37,16 +38,14 @@ _SAMPLES_AT_A_TIME = 8192
 class ShardSample(NamedTuple):
     """One image of a shard."""
 
-    label: int
-    class_name: str  # by classes.txt; without that, the label
-    name: str  # FILE, or FOLDER/FILE where the folder is not the class's
+    label: Label
+    name: str
     offset: int
     length: int
 
-    @property
-    def full_name(self) -> str:
-        """Return the name in the catalog."""
-        return self.name if "/" in self.name else f"{self.class_name}/{self.name}"
+
+ShardReader = Callable[[Path], Iterator[ShardSample]]  # yields the images of a shard in order
+ReadShard = Callable[[str], Iterator[ShardSample]]  # by the name of the shard
 
 
 class Member(NamedTuple):
@@ -57,35 +56,56 @@ class Member(NamedTuple):
     size: int
 
 
-def list_shards(images: SplitFolder, writer: CatalogWriter) -> Listed:
+def list_shards(read_shard: ShardReader, images: SplitFolder, writer: CatalogWriter) -> Listed:
     """Add all samples; the positions of their labels are the numbers passed to the writer."""
-    class_names = _read_class_names(images.root)
-    number_of: dict[int, int] = {}
+    class_names = _read_class_names(images)
+    read = partial(_named, images.root, class_names, read_shard)
+    number_of: dict[Label, int] = {}
     hashes: list[NDArray[np.int64]] = []
     for number, shard in enumerate(images.parts):
-        samples = _tar_samples(images.root / shard, class_names)
+        samples = read(shard)
         while chunk := list(islice(samples, _SAMPLES_AT_A_TIME)):
-            labels, _, names, offsets, lengths = zip(*chunk, strict=True)
+            labels, names, offsets, lengths = zip(*chunk, strict=True)
             numbers = [number_of.setdefault(label, len(number_of)) for label in labels]
             writer.add(numbers, names, shard=number, offsets=offsets, lengths=lengths)
-            hashes.append(np.fromiter((hash(sample.full_name) for sample in chunk), np.int64, len(chunk)))
+            hashes.append(
+                np.fromiter((hash(_catalog_name(sample)) for sample in chunk), np.int64, len(chunk))
+            )
     if not hashes:
         raise UserError(f"no images in {images.root}: {shortened(images.parts)} hold none. Make them again.")
-    _check_unique(images, class_names, np.concatenate(hashes))
-    if class_names:
-        return class_names, list(number_of), images.parts
-    digits = len(str(max(number_of)))  # zero-padded: the text order is the numeric order
-    order = np.argsort(np.argsort(list(number_of)))  # the position of each label in sorted order
-    return tuple(f"{label:0{digits}d}" for label in sorted(number_of)), order.tolist(), images.parts
+    _check_unique(images, read, np.concatenate(hashes))
+    return (*_numbered(list(number_of), class_names, images.root), images.parts)
 
 
-def _check_unique(images: SplitFolder, class_names: tuple[str, ...], hashes: NDArray[np.int64]) -> None:
+def _named(
+    root: Path, class_names: tuple[str, ...], read_shard: ShardReader, shard: str
+) -> Iterator[ShardSample]:
+    """Yield the samples of a shard, with class names instead of numbers where classes.txt gives them."""
+    for sample in read_shard(root / shard):
+        label = sample.label
+        if class_names:
+            if not isinstance(label, int) or label >= len(class_names):
+                raise UserError(
+                    f"{sample.name} in {root / shard} is of class {label}, but {CLASSES_FILE} has "
+                    f"{len(class_names)} lines, numbered from 0. Mend {CLASSES_FILE}."
+                )
+            label = class_names[label]
+        name = sample.name.removeprefix(f"{label}/")
+        check_name(root / shard, f"{label}/{name}".lstrip("/"))
+        yield sample._replace(label=label, name=name)
+
+
+def _catalog_name(sample: ShardSample) -> str:
+    """Return the sample's name in the catalog."""
+    return sample.name if "/" in sample.name else f"{sample.label}/{sample.name}"
+
+
+def _check_unique(images: SplitFolder, read: ReadShard, hashes: NDArray[np.int64]) -> None:
     unique, counts = np.unique(hashes, return_counts=True)
     repeated = set(unique[counts > 1].tolist())
     shard_of: dict[str, str] = {}
     for shard in images.parts if repeated else ():
-        for sample in _tar_samples(images.root / shard, class_names):
-            name = sample.full_name
+        for name in map(_catalog_name, read(shard)):
             if name in shard_of:
                 raise UserError(
                     f"{images.root} has two images named {name}, in {shard_of[name]} and in {shard}. "
@@ -95,10 +115,10 @@ def _check_unique(images: SplitFolder, class_names: tuple[str, ...], hashes: NDA
                 shard_of[name] = shard
 
 
-def _read_class_names(root: Path) -> tuple[str, ...]:
+def _read_class_names(images: SplitFolder) -> tuple[str, ...]:
     """Return the classes in classes.txt beside tar shards; empty without such a file."""
-    path = root / CLASSES_FILE
-    if not path.is_file():
+    path = images.root / CLASSES_FILE
+    if images.format != "tar" or not path.is_file():
         return ()
     try:
         text = path.read_text(encoding="utf-8")
@@ -110,6 +130,26 @@ def _read_class_names(root: Path) -> tuple[str, ...]:
     return names
 
 
+def _numbered(
+    labels: list[Label], class_names: tuple[str, ...], root: Path
+) -> tuple[tuple[str, ...], list[int]]:
+    """Return the class names, and the class number of each label."""
+    names = [label for label in labels if isinstance(label, str)]
+    numbers = [label for label in labels if isinstance(label, int)]
+    if names and numbers:
+        raise UserError(
+            f"some images in {root} have a class by name ({names[0]}) and some only by number "
+            f"({numbers[0]}). Make the shards with one of them."
+        )
+    if names:
+        classes = class_names or tuple(sorted(names))
+        number_of = {name: number for number, name in enumerate(classes)}
+        return classes, [number_of[name] for name in names]
+    digits = len(str(max(numbers)))  # zero-padded: the text order is the numeric order
+    order = np.argsort(np.argsort(numbers))  # the position of each label in sorted order
+    return tuple(f"{number:0{digits}d}" for number in sorted(numbers)), order.tolist()
+
+
 def tar_members(shard: Path, file: OpenFile) -> Iterator[Member]:
     """Yield the files of an open shard in order, from its index if it has one."""
     index = index_beside(shard)
@@ -118,23 +158,8 @@ def tar_members(shard: Path, file: OpenFile) -> Iterator[Member]:
         yield member
 
 
-def _tar_samples(shard: Path, class_names: tuple[str, ...]) -> Iterator[ShardSample]:
-    """Yield the images of a shard in order, with their classes in classes.txt if there is one."""
-    for label, image in _labelled_images(shard):
-        name = "/".join(image.name.removeprefix("./").split("/")[-2:])  # with its parent folder
-        if class_names and label >= len(class_names):
-            raise UserError(
-                f"{name} in {shard} is of class {label}, but {CLASSES_FILE} has {len(class_names)} lines, "
-                f"numbered from 0. Mend {CLASSES_FILE}."
-            )
-        class_name = class_names[label] if class_names else str(label)
-        name = name.removeprefix(f"{class_name}/")
-        check_name(shard, f"{class_name}/{name}".lstrip("/"))
-        yield ShardSample(label, class_name, name, image.offset, image.size)
-
-
-def _labelled_images(shard: Path) -> Iterator[tuple[int, Member]]:
-    """Yield the class number and the member of each image of a shard."""
+def tar_samples(shard: Path) -> Iterator[ShardSample]:
+    """Yield the images of a shard in order."""
     file = open_file(shard)
     key, image, number = "", None, None
     for member in tar_members(shard, file):
@@ -149,21 +174,22 @@ def _labelled_images(shard: Path) -> Iterator[tuple[int, Member]]:
             continue
         here = f"{folder}/{stem}"
         if (image or number is not None) and (here != key or (is_image and image)):
-            raise _unpaired(shard, key, image)
+            raise damaged(shard, f"has {key.lstrip('/')} without {'its .cls' if image else 'an image'}")
         key = here
         if is_image:
             image = member
         else:
             number = _class_number(file, shard, member)
         if image and number is not None:
-            yield number, image
+            yield ShardSample(number, _name(image.name), image.offset, image.size)
             image, number = None, None
     if image or number is not None:
-        raise _unpaired(shard, key, image)
+        raise damaged(shard, f"has {key.lstrip('/')} without {'its .cls' if image else 'an image'}")
 
 
-def _unpaired(shard: Path, key: str, image: Member | None) -> UserError:
-    return damaged(shard, f"has {key.lstrip('/')} without {'its .cls' if image else 'an image'}")
+def _name(member: str) -> str:
+    """Return a member's file name with its parent folder."""
+    return "/".join(member.removeprefix("./").split("/")[-2:])
 
 
 def _class_number(file: OpenFile, shard: Path, member: Member) -> int:
@@ -245,4 +271,4 @@ def _wrong_index(index: Path, what: str) -> UserError:
     )
 
 
-LISTERS.register("tar", list_shards)
+LISTERS.register("tar", partial(list_shards, tar_samples))

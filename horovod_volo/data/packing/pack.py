@@ -15,7 +15,7 @@ from PIL import Image
 
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
-from horovod_volo.data.images.split_folder import FOLDER_NAMES, Split
+from horovod_volo.data.images.split_folder import FOLDER_NAMES, Format, Split
 from horovod_volo.data.packing.manifest import publish_catalog
 from horovod_volo.data.packing.packed_split import (
     WORK,
@@ -26,7 +26,8 @@ from horovod_volo.data.packing.packed_split import (
     check_packed,
     pack_split,
 )
-from horovod_volo.data.reading import UNDECODABLE, open_image, to_rgb
+from horovod_volo.data.packing.records import list_records, open_records
+from horovod_volo.data.reading import IMAGE_ENDINGS, START_BYTES, UNDECODABLE, ending_of, open_image, to_rgb
 from horovod_volo.data.sampler import packing_order
 
 _DRAFT_SCALE = 8  # decoding a JPEG at 1/8 scale is fast and still reads the whole file
@@ -51,11 +52,20 @@ def pack(
     *,
     workers: int,
     progress: Callable[[Split], Progress],
+    records: Format | None = None,
 ) -> list[str]:
-    """Pack both splits, or resume; return one message for each image that was left out."""
+    """Pack both splits, or resume; return one message for each image that was left out.
+
+    With `records` the images are in shards of this format, which are converted.
+    """
     check_packed(out)
     work = out / WORK
-    catalogs = {split: build_catalog(str(data_dir), split, work) for split in FOLDER_NAMES}
+    catalogs = {
+        split: list_records(str(data_dir), split, work, records)
+        if records
+        else build_catalog(str(data_dir), split, work)
+        for split in FOLDER_NAMES
+    }
     check_same_classes(catalogs["train"], catalogs["val"])
     left_out = []
     for split, catalog in catalogs.items():
@@ -68,7 +78,7 @@ def pack(
             shard_images=options.shard_images,
             shard_bytes=options.shard_bytes,
             provenance={**asdict(options), "catalog": catalog.digest, "images": images},
-            open=partial(_open_images, catalog.path, catalog.digest, options),
+            open=partial(_open_images, catalog.path, catalog.digest, options, records),
         )
         left_out += pack_split(content, out, split, workers=workers, progress=progress(split))
         catalog.close()
@@ -77,8 +87,9 @@ def pack(
     return left_out
 
 
-def _open_images(path: Path, digest: str, options: PackOptions) -> ReadSample:
-    return partial(_read_image, open_catalog(path, digest), options)
+def _open_images(path: Path, digest: str, options: PackOptions, records: Format | None) -> ReadSample:
+    catalog = open_records(path, digest, records) if records else open_catalog(path, digest)
+    return partial(_read_image, catalog, options)
 
 
 def _read_image(catalog: Catalog, options: PackOptions, index: int) -> Sample:
@@ -115,7 +126,10 @@ def _packed_image(name: str, encoded: bytes, *, shorter_side: int, quality: int)
                 image.load()
     except UNDECODABLE as error:
         raise BadSampleError(f"cannot be decoded: {error}") from error
-    return name, encoded
+    if name.lower().endswith(IMAGE_ENDINGS):
+        return name, encoded
+    ending = ending_of(encoded[:START_BYTES])
+    return f"{name}{ending if ending in IMAGE_ENDINGS else IMAGE_ENDINGS[0]}", encoded
 
 
 def _shrink(image: Image.Image, shorter_side: int, quality: int) -> bytes:
