@@ -31,6 +31,7 @@ from horovod_volo.data.images.catalog_file import (
     open_file,
 )
 from horovod_volo.data.images.split_folder import (
+    Format,
     HeldOut,
     Split,
     SplitFolder,
@@ -155,14 +156,19 @@ class Catalog(ImageList):
 
 
 def build_catalog(
-    data_dir: str, split: Split, folder: Path | None, held_out: HeldOut | None = None
+    data_dir: str,
+    split: Split,
+    folder: Path | None,
+    held_out: HeldOut | None = None,
+    *,
+    records: Format | None = None,
 ) -> Catalog:
     """List the images of one split of `data_dir`, or open the catalog in `folder` if it is up to date.
 
-    Without a folder, the catalog is kept in memory.
+    Without a folder, the catalog is kept in memory. With `records`, the split holds shards of this format.
     """
     try:
-        images = find_split(data_dir, split, held_out)
+        images = find_split(data_dir, split, held_out, records=records)
         path = folder and folder / f"{split}-{images.key}.catalog"
         existing = path and _open_if_valid(path)
         return existing if existing and existing.state == images.state else list_split(images, path)
