@@ -73,9 +73,7 @@ class Data:
     aa: str = setting(
         "rand-m9-mstd0.5-inc1",
         "augmentation in timm's notation: RandAugment (m magnitude, n operations, p probability, mstd and "
-        "mmax deviation and maximum of m, inc1 severity increases with m), AutoAugment (original, v0), "
-        "3-Augment (3a), AugMix (augmix-m3); empty: none",
-        also=("--jsd", "--jsd-loss", "--aug-splits"),
+        "mmax deviation and maximum of m, inc1 severity increases with m); empty: none",
         idle=(_OTHER_TASK,),
     )
     randaugment_on: Literal["crop", "image"] = setting(
@@ -86,9 +84,9 @@ class Data:
     )
     color_jitter: NonNegative = setting(
         0.4,
-        "strength of brightness, contrast and saturation jitter, with --aa 3a or without --aa",
+        "strength of brightness, contrast and saturation jitter, without --aa",
         also=("--color-jitter-prob",),
-        idle=(_OTHER_TASK, "with --aa, unless it is 3a"),
+        idle=(_OTHER_TASK, "with --aa"),
     )
     reprob: Fraction = setting(
         0.25, "probability of random erasing", also=("--resplit",), idle=(_OTHER_TASK,)

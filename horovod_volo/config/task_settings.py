@@ -38,10 +38,6 @@ class Objective:
         "packed label maps, or a folder of CLASS/IMAGE.pt; empty: the image's class for every token",
         also=("--token-label-score",),
         needs="--token-label",
-        excludes={
-            "--aa augmix*": "AugMix mixes images that were rotated and moved differently, and no label map "
-            "describes that. Use another --aa, or drop {flag}."
-        },
     )
     token_label_size: CountOrZero = setting(
         0, "token labels per side; 0: --img-size / 16", idle=("without --token-label",)

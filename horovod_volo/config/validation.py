@@ -7,7 +7,6 @@ settings at once is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -43,7 +42,6 @@ CONDITIONS: Mapping[str, Callable[[Config, RunFacts], object]] = {
         c.run.early_stop > -(-all_epochs(c.update) // c.run.eval_every) - 2  # not the first, nor the last
     ),
     "without shards on a server": lambda c, _: "://" not in c.data.data_dir,
-    "with --aa, unless it is 3a": lambda c, _: c.data.aa and not c.data.aa.startswith("3a"),
     "with Adam and LAMB": lambda c, _: c.update.opt in ("adamw", "lamb", "fusedadam", "fusedlamb"),
     "unless the plugin's --opt reads it": lambda c, _: c.update.opt not in ("sgd", "lars", "muon"),
     "with --sched constant and --cooldown-epochs 0": lambda c, _: (
@@ -66,10 +64,10 @@ def holds(condition: str, config: Config, run: RunFacts = NOTHING_KNOWN) -> bool
 
 
 def is_set(flag: str, config: Config) -> bool:
-    """Return whether a flag is neither off, 0 nor empty, or has a value: "--loss bce", "--aa augmix*"."""
+    """Return whether a flag is neither off, 0 nor empty, or has the value that follows it: "--loss bce"."""
     name, _, wanted = flag.partition(" ")
     value = by_flag(config)[name]
-    return fnmatchcase(shown(value), wanted) if wanted else bool(value)
+    return shown(value) == wanted if wanted else bool(value)
 
 
 def check(config: Config) -> None:
@@ -93,10 +91,6 @@ def check(config: Config) -> None:
         (
             ".." in Path(run.name).parts or Path(run.name).is_absolute(),
             f"--name {run.name} leaves --output. Give the name of a folder inside it.",
-        ),
-        (
-            data.aa.startswith("augmix") and data.randaugment_on == "image",
-            "AugMix works on crops. Drop --randaugment-on image, or use another --aa.",
         ),
         (
             objective.class_weights == "balanced" and data.balance,

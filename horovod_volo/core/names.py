@@ -37,10 +37,6 @@ EXTRAS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("tfrecord", "recordio"), "horovod_volo.data.packing.records"),
     },
     "format of label maps": {"published": "horovod_volo.token_labels.published_maps"},
-    "augmentation policy": dict.fromkeys(
-        ("original", "originalr", "v0", "v0r", "3a", "augmix"),
-        "horovod_volo.data.augmentation.further_policies",
-    ),
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
     "operator of CPUs": {"outlook attention": "horovod_volo.kernels.outlook_gather"},
     "model": dict.fromkeys(("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"), "horovod_volo.models.lvvit"),

@@ -31,9 +31,6 @@ class Purpose(IntEnum):
     BALANCED_ORDER = 0x62616C616E6365  # seed, epoch
     CROP_FLIP = 0x706C616E  # seed, epoch, sample
     RAND_AUGMENT = 0x6F7065726174  # seed, epoch, sample
-    AUTO_AUGMENT = 0x6175746F  # seed, epoch, sample
-    AUGMIX = 0x636861696E73  # seed, epoch, sample
-    AUGMIX_WEIGHTS = 0x6D6978746F  # seed, epoch, sample
     COLOR_JITTER = 0x6A6974746572  # seed, epoch, sample
     RANDOM_ERASING = 0x6572617365  # seed, epoch, sample
     ERASING_NOISE = 0x6E6F697365  # seed

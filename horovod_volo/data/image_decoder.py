@@ -90,107 +90,80 @@ def _dali() -> Any:
     return nvidia.dali
 
 
-def build_train_pipeline(
-    source: Source, *, image_size: int, batch: int, device: torch.device, threads: int, resize: bool
-) -> Any:
+def build_train_pipeline(source: Source, *, image_size: int, resize: bool, **common: Any) -> Any:
     """Build the pipeline that decodes and crops training images, to uint8 (height, width, 3).
 
     Inputs: encoded images, crop corners, crop shapes. With `resize` it also resizes and flips;
-    further inputs: (horizontal, vertical) flips and interpolations.
+    further inputs: (horizontal, vertical) flips and interpolations. `common` are arguments of `_build`.
     """
-    dali = _dali()
-    pipeline = _empty_pipeline(batch, device, threads)
-    with pipeline:
-        inputs = 5 if resize else 3
-        encoded, corners, shapes, *rest = dali.fn.external_source(
-            source=source,
-            num_outputs=inputs,
-            dtype=[dali.types.UINT8, *[dali.types.INT32] * (inputs - 1)],
-            ndim=[1, 1, 1, 1, 0][:inputs],
-        )
-        images = dali.fn.decoders.image_slice(
+    fn, types = _dali().fn, _dali().types
+
+    def graph(decoder: str, encoded: Any, corners: Any, shapes: Any, *further: Any) -> Any:
+        images = fn.decoders.image_slice(
             encoded,
             start=corners,
             shape=shapes,
             axis_names="HW",
-            device=_decoder(device),
-            output_type=dali.types.RGB,
+            device=decoder,
+            output_type=types.RGB,
             adjust_orientation=False,  # boxes and label maps refer to the stored image, as PIL reads it
         )
-        if resize:
-            flips, filters = rest
-            filtering = dali.fn.cast(filters, dtype=dali.types.INTERP_TYPE)
-            images = dali.fn.resize(images, size=[image_size] * 2, interp_type=filtering, antialias=True)
-            images = dali.fn.flip(images, horizontal=flips[0], vertical=flips[1])
-        pipeline.set_outputs(images)
-    pipeline.build()
-    return pipeline
+        if not further:
+            return images
+        flips, filters = further
+        filtering = fn.cast(filters, dtype=types.INTERP_TYPE)
+        images = fn.resize(images, size=[image_size] * 2, interp_type=filtering, antialias=True)
+        return fn.flip(images, horizontal=flips[0], vertical=flips[1])
+
+    inputs = [(types.UINT8, 1), *[(types.INT32, 1)] * 2, *[(types.INT32, 1), (types.INT32, 0)] * resize]
+    return _build(graph, source, inputs, **common)
 
 
-def build_scene_pipeline(source: Source, *, batch: int, device: torch.device, threads: int) -> Any:
+def build_scene_pipeline(source: Source, **common: Any) -> Any:
     """Build the pipeline that decodes images and resamples a window of each, to uint8 (height, width, 3).
 
     Inputs: encoded images, window corners (begin, end) in pixels of the image, sizes, flips.
     """
-    dali = _dali()
-    pipeline = _empty_pipeline(batch, device, threads)
-    with pipeline:
-        encoded, begins, ends, sizes, flips = dali.fn.external_source(
-            source=source,
-            num_outputs=5,
-            dtype=[dali.types.UINT8, *[dali.types.FLOAT] * 3, dali.types.INT32],
-            ndim=[1, 1, 1, 1, 0],
-        )
-        images = dali.fn.decoders.image(
-            encoded, device=_decoder(device), output_type=dali.types.RGB, adjust_orientation=False
-        )
-        images = dali.fn.resize(
-            images,
-            size=sizes,
-            roi_start=begins,
-            roi_end=ends,
-            interp_type=dali.types.INTERP_LINEAR,
-            antialias=False,
-        )
-        pipeline.set_outputs(dali.fn.flip(images, horizontal=flips))
-    pipeline.build()
-    return pipeline
+    fn, types = _dali().fn, _dali().types
+
+    def graph(decoder: str, encoded: Any, begins: Any, ends: Any, sizes: Any, flips: Any) -> Any:
+        images = fn.decoders.image(encoded, device=decoder, output_type=types.RGB, adjust_orientation=False)
+        window = {"roi_start": begins, "roi_end": ends, "size": sizes}
+        images = fn.resize(images, interp_type=types.INTERP_LINEAR, antialias=False, **window)
+        return fn.flip(images, horizontal=flips)
+
+    return _build(graph, source, [(types.UINT8, 1), *[(types.FLOAT, 1)] * 3, (types.INT32, 0)], **common)
 
 
 def build_eval_pipeline(
     source: Source,
     *,
     image_size: int,
-    batch: int,
-    device: torch.device,
-    threads: int,
     normalization: Normalization = IMAGENET_NORMALIZATION,
     interpolation: str = "bicubic",
     crops: int = 1,
+    **common: Any,
 ) -> Any:
     """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners.
 
     Its images are (3, image_size, image_size), or with several crops (crops, 3, image_size, image_size).
     """
-    dali = _dali()
-    pipeline = _empty_pipeline(batch, device, threads)
-    with pipeline:
-        encoded, sizes, corners = dali.fn.external_source(
-            source=source, num_outputs=3, dtype=[dali.types.UINT8, dali.types.FLOAT, dali.types.INT32], ndim=1
-        )
-        images = dali.fn.decoders.image(
+    fn, types = _dali().fn, _dali().types
+    filtering = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}[interpolation]
+
+    def graph(decoder: str, encoded: Any, sizes: Any, corners: Any) -> Any:
+        images = fn.decoders.image(
             encoded,
-            device=_decoder(device),
-            output_type=dali.types.RGB,
+            device=decoder,
+            output_type=types.RGB,
             adjust_orientation=False,
             jpeg_fancy_upsampling=True,  # the GPU decoder's default is faster, but differs from PIL
         )
         # With antialiasing, as PIL's filters have it.
-        filtering = {"bicubic": dali.types.INTERP_CUBIC, "bilinear": dali.types.INTERP_LINEAR}[interpolation]
-        resized = dali.fn.resize(images, size=sizes, interp_type=filtering, antialias=True)
+        resized = fn.resize(images, size=sizes, interp_type=filtering, antialias=True)
         views = [
-            _normalised(
-                dali.fn.slice(
+            fn.crop_mirror_normalize(
+                fn.slice(
                     resized,
                     start=corners[2 * crop : 2 * crop + 2] if crops > 1 else corners,
                     shape=[image_size, image_size],
@@ -198,12 +171,40 @@ def build_eval_pipeline(
                     out_of_bounds_policy="pad",
                     fill_values=0,  # black before normalisation, as torchvision pads
                 ),
-                normalization,
-                mirrored=is_mirrored(crop),
+                dtype=types.FLOAT,
+                output_layout="CHW",
+                mirror=int(is_mirrored(crop)),
+                mean=[255 * value for value in normalization.mean],
+                std=[255 * value for value in normalization.std],
             )
             for crop in range(crops)
         ]
-        pipeline.set_outputs(dali.fn.stack(*views) if crops > 1 else views[0])
+        return fn.stack(*views) if crops > 1 else views[0]
+
+    return _build(graph, source, [(types.UINT8, 1), (types.FLOAT, 1), (types.INT32, 1)], **common)
+
+
+def _build(
+    graph: Callable[..., Any],
+    source: Source,
+    inputs: list[tuple[Any, int]],
+    *,
+    batch: int,
+    device: torch.device,
+    threads: int,
+) -> Any:
+    """Build what `graph` makes of a decoder's device and of inputs of these types and dimensions."""
+    dali, on_gpu = _dali(), device.type == "cuda"
+    pipeline = dali.Pipeline(
+        batch_size=batch,
+        num_threads=threads,
+        device_id=device.index if on_gpu else None,
+        prefetch_queue_depth=BATCHES_DECODED_AHEAD,
+    )
+    kinds, dimensions = map(list, zip(*inputs, strict=True))
+    with pipeline:
+        fed = dali.fn.external_source(source=source, num_outputs=len(inputs), dtype=kinds, ndim=dimensions)
+        pipeline.set_outputs(graph("mixed" if on_gpu else "cpu", *fed))
     pipeline.build()
     return pipeline
 
@@ -245,29 +246,3 @@ def undecodable(images: Input) -> list[int]:
         except RuntimeError:  # the pipeline is invalid afterwards
             positions.append(position)
     return positions
-
-
-def _empty_pipeline(batch: int, device: torch.device, threads: int) -> Any:
-    dali = _dali()
-    return dali.Pipeline(
-        batch_size=batch,
-        num_threads=threads,
-        device_id=device.index if device.type == "cuda" else None,
-        prefetch_queue_depth=BATCHES_DECODED_AHEAD,
-    )
-
-
-def _decoder(device: torch.device) -> str:
-    return "mixed" if device.type == "cuda" else "cpu"
-
-
-def _normalised(images: Any, normalization: Normalization, *, mirrored: bool) -> Any:
-    dali = _dali()
-    return dali.fn.crop_mirror_normalize(
-        images,
-        dtype=dali.types.FLOAT,
-        output_layout="CHW",
-        mirror=int(mirrored),
-        mean=[255 * value for value in normalization.mean],
-        std=[255 * value for value in normalization.std],
-    )

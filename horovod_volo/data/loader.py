@@ -29,6 +29,7 @@ from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.image_decoder import (
     IMAGENET_NORMALIZATION,
     Normalization,
+    Source,
     image_decoder,
     resizing_inputs,
 )
@@ -37,7 +38,7 @@ from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, annou
 from horovod_volo.data.prefetcher import READING_ALONE_SECONDS, BatchPrefetcher, ImageThreadPool, PendingBatch
 from horovod_volo.data.reading import Encoded, ImageFiles, Resize, read_image, resized_shape
 from horovod_volo.data.sampler import balanced_order
-from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
+from horovod_volo.data.train_transform import PendingTrainBatch, TrainTransform
 from horovod_volo.token_labels.source import LabelSource
 
 _BLACK_PIXEL: Encoded = np.frombuffer(b"P6\n1 1\n255\n\0\0\0", dtype=np.uint8)
@@ -69,44 +70,28 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         threads: int,
         normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> None:
-        super().__init__(len(catalog), settings, OrderOfRank(seed, rank, size, accumulation), threads)
-        self._catalog = catalog
-        self._label_maps = label_maps
-        self._device = device
-        self._image_size = image_size
-        self._transform_threads = ImageThreadPool(threads, "image-transform")
-        decoder = image_decoder(settings.image_decoder)
+        super().__init__(catalog, settings, OrderOfRank(seed, rank, size, accumulation), device, threads)
+        self._label_maps, self._image_size = label_maps, image_size
         # On the CPU torch resizes faster than DALI; whole images are resized after their augmentation.
         can_resize = device.type == "cuda" and settings.randaugment_on == "crop"
-        self._resized_by_dali = can_resize and decoder.name == "dali"
-        self._prefetcher = BatchPrefetcher(
-            partial(
-                decoder.build_train_pipeline,
-                image_size=image_size,
-                batch=settings.batch_size,
-                device=device,
-                threads=threads,
-                resize=self._resized_by_dali,
-            ),
-            device,
-            settings.prefetch,
-            lambda index: self.bad_samples.add_undecodable(index, catalog.location(index)),
-            TrainTransform(
-                settings,
-                image_size=image_size,
-                seed=seed,
-                device=device,
-                resized=self._resized_by_dali,
-                threads=self._transform_threads,
-                normalization=normalization,
-            ),
-            decoder.undecodable,
+        self._resized_by_dali = can_resize and self._decoder.name == "dali"
+        self._train_transform = TrainTransform(
+            settings,
+            image_size=image_size,
+            seed=seed,
+            device=device,
+            resized=self._resized_by_dali,
+            threads=self._transform_threads,
+            normalization=normalization,
         )
 
-    def close(self) -> None:
-        """End all threads; batches that were yielded stay valid."""
-        super().close()
-        self._transform_threads.close()
+    def _pipeline(self, source: Source, **settings: Any) -> Any:
+        return self._decoder.build_train_pipeline(
+            source, image_size=self._image_size, resize=self._resized_by_dali, **settings
+        )
+
+    def _transform(self, pending: PendingTrainBatch, decoded: Any) -> Tensor:
+        return self._train_transform(pending, decoded)
 
     def _batch(self, pending: PendingTrainBatch, images: Tensor) -> TrainBatch:
         return TrainBatch(images, pending.labels.to(self._device), pending.indices, pending.drawn)
@@ -115,7 +100,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         balance = self._settings.balance
         if not balance:
             return super()._order(epoch)
-        return balanced_order(self._seed, epoch, self._catalog.targets, balance)
+        return balanced_order(self._seed, epoch, self._images.targets, balance)
 
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingTrainBatch:
         read = self._readers.map(self._read_usable, self._positions(drawn).tolist(), READING_ALONE_SECONDS)
@@ -137,8 +122,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         if self._resized_by_dali:
             inputs += resizing_inputs(crop_flip.flip_horizontal, crop_flip.flip_vertical, crop_flip.bicubic)
         erasures = draw_erasures(self._seed, epoch, drawn, self._settings, self._image_size)
-        params = AugmentParams(crop_flip, operations, erasures, parts)
-        classes = torch.from_numpy(self._catalog.targets[indices].astype(np.int64))
+        classes = torch.from_numpy(self._images.targets[indices].astype(np.int64))
         maps = None
         if self._label_maps is not None:
             read_maps = [sample.label_map for sample in samples if sample.label_map is not None]
@@ -146,20 +130,21 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
             maps = augmented_maps(
                 read_maps, crop_flip, operations, sizes, covered, on_whole_images=on_whole_images
             )
-        return PendingTrainBatch(indices, inputs, Labels(classes, maps), params, drawn)
+        labels = Labels(classes, maps)
+        return PendingTrainBatch(indices, inputs, labels, drawn, crop_flip, operations, erasures, parts)
 
     def _read_ahead(self, indices: NDArray[np.int64]) -> None:
-        self._catalog.read_ahead(self._positions(indices))
+        self._images.read_ahead(self._positions(indices))
 
     def _positions(self, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
         # With --balance the numbers of further draws of an image are larger by multiples of all images.
-        return drawn % len(self._catalog)
+        return drawn % self._samples
 
     def _read_usable(self, index: int) -> tuple[int, Sample]:
-        return self.bad_samples.read_or_replace(index, len(self._catalog), self._read)
+        return self.bad_samples.read_or_replace(index, self._samples, self._read)
 
     def _read(self, index: int) -> Sample:
-        encoded, size = read_image(self._catalog, index)
+        encoded, size = read_image(self._images, index)
         label_map = None if self._label_maps is None else self._label_maps.read(index)
         return Sample(encoded, size, label_map)
 

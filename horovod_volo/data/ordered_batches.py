@@ -1,6 +1,6 @@
 """This rank's micro-batches of an epoch, in the order that the seed gives, whatever is in them.
 
-A loader of a task says how a batch is read, decoded and put together.
+A loader of a task says how a batch is read, decoded, transformed and put together.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.data.image_decoder import Source, image_decoder
 from horovod_volo.data.prefetcher import BatchPrefetcher, ImageThreadPool, PendingBatch
 from horovod_volo.data.sampler import epoch_order, rank_indices
 
@@ -40,19 +42,30 @@ class OrderOfRank(NamedTuple):
 class OrderedBatches(ABC, Generic[Pending, Result]):
     """This rank's training batches, of any epoch, from any step on."""
 
-    _prefetcher: BatchPrefetcher[Pending]
-
-    def __init__(self, samples: int, settings: Data, order: OrderOfRank, threads: int) -> None:
+    def __init__(
+        self, images: Any, settings: Data, order: OrderOfRank, device: torch.device, threads: int
+    ) -> None:
+        """`images` are ImageFiles with a length; the first batch calls `_pipeline`."""
         self.waited_seconds = 0.0  # how long the caller has waited for batches
         seed, rank, size, accumulation = order
         global_batch = settings.global_batch or size * settings.batch_size * accumulation
-        self.steps = samples // global_batch  # complete global batches
+        self.steps = len(images) // global_batch  # complete global batches
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
-        self._samples, self._settings, self._seed = samples, settings, seed
+        self._images, self._samples, self._settings, self._seed = images, len(images), settings, seed
         self._rank_indices = partial(
             rank_indices, rank=rank, size=size, global_batch=global_batch, accumulation=accumulation
         )
+        self._device, self._decoder = device, image_decoder(settings.image_decoder)
         self._readers = ImageThreadPool(threads, "file-reader")
+        self._transform_threads = ImageThreadPool(threads, "image-transform")
+        self._prefetcher = BatchPrefetcher[Pending](
+            partial(self._pipeline, batch=settings.batch_size, device=device, threads=threads),
+            device,
+            settings.prefetch,
+            lambda index: self.bad_samples.add_undecodable(index, images.location(index)),
+            self._transform,
+            self._decoder.undecodable,
+        )
 
     def batches(self, epoch: int, first_step: int) -> Iterator[Result]:
         """Yield the micro-batches of an epoch from `first_step` on, `accumulation` of them for each step."""
@@ -74,6 +87,15 @@ class OrderedBatches(ABC, Generic[Pending, Result]):
         """End all threads; batches that were yielded stay valid."""
         self._prefetcher.close()
         self._readers.close()
+        self._transform_threads.close()
+
+    @abstractmethod
+    def _pipeline(self, source: Source, **settings: Any) -> Any:
+        """Build the pipeline that decodes."""
+
+    @abstractmethod
+    def _transform(self, pending: Pending, decoded: Any) -> Tensor:
+        """Return the normalised images (batch, 3, side, side)."""
 
     @abstractmethod
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> Pending:

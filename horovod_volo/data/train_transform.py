@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,22 +30,16 @@ from horovod_volo.data.prefetcher import ImageThreadPool, PendingBatch
 _SMALL_SIDE, _PIXELS_TOGETHER = 112, 2**20
 
 
-class AugmentParams(NamedTuple):
-    """The augmentation drawn for a batch."""
+@dataclass(frozen=True, eq=False)
+class PendingTrainBatch(PendingBatch):
+    """A training batch that has been read, but not decoded, and the augmentation drawn for it."""
 
+    labels: Labels  # on the host
+    drawn: NDArray[np.int64]  # (batch,) the images that were to be read; damaged ones are replaced
     crop_flip: CropFlip
     operations: Operations
     erasures: Erasures
     parts: Parts | None = None  # None: the operations work on the crops; else on the whole images
-
-
-@dataclass(frozen=True, eq=False)
-class PendingTrainBatch(PendingBatch):
-    """A training batch that has been read, but not decoded."""
-
-    labels: Labels  # on the host
-    params: AugmentParams
-    drawn: NDArray[np.int64]  # (batch,) the images that were to be read; damaged ones are replaced
 
 
 class TrainTransform:
@@ -72,17 +66,17 @@ class TrainTransform:
 
     def __call__(self, pending: PendingTrainBatch, decoded: Any) -> Tensor:
         """Return images (batch, 3, image_size, image_size) float32, normalised."""
-        params, size = pending.params, self._image_size
+        size, erasures = self._image_size, pending.erasures
         if self._resized:
             pixels = to_torch(decoded).permute(0, 3, 1, 2).contiguous()  # (batch, 3, size, size) uint8
-            augment_(pixels, params.operations)
-            return self._eraser.normalize(pixels, self._mean, self._std, params.erasures)
+            augment_(pixels, pending.operations)
+            return self._eraser.normalize(pixels, self._mean, self._std, erasures)
         images = torch.empty(len(decoded), 3, size, size, device=self._mean.device)
         # Perhaps views of DALI's memory, valid until its next run; decoded.at() would copy.
         crops = [torch.utils.dlpack.from_dlpack(decoded[position]) for position in range(len(decoded))]
-        of_crops = params.parts is None
+        of_crops = pending.parts is None
         transform = partial(
-            self._transform_crops if of_crops else self._transform_whole, images, params, crops
+            self._transform_crops if of_crops else self._transform_whole, images, pending, crops
         )
         length = _PIXELS_TOGETHER // size**2 if of_crops and size <= _SMALL_SIDE else 1
         chunks = [slice(first, min(first + length, len(crops))) for first in range(0, len(crops), length)]
@@ -91,30 +85,30 @@ class TrainTransform:
         else:  # other threads would launch kernels on other streams
             for rows in chunks:
                 transform(rows)
-        self._eraser.erase_(images, params.erasures)
+        self._eraser.erase_(images, erasures)
         return images
 
     def _transform_crops(
-        self, images: Tensor, params: AugmentParams, crops: list[Tensor], rows: slice
+        self, images: Tensor, pending: PendingTrainBatch, crops: list[Tensor], rows: slice
     ) -> None:
         """Resize, flip, augment and normalise the crops of some images."""
         pixels = torch.empty_like(images[rows], dtype=torch.uint8)
         for position, result in enumerate(pixels, rows.start):
-            bicubic = bool(params.crop_flip.bicubic[position])
+            bicubic = bool(pending.crop_flip.bicubic[position])
             resized = resize_pixels(_planes(crops[position]), self._image_size, bicubic=bicubic)
-            result.copy_(params.crop_flip.flipped(resized, position)[0])
-        augment_(pixels, params.operations.of(rows))
+            result.copy_(pending.crop_flip.flipped(resized, position)[0])
+        augment_(pixels, pending.operations.of(rows))
         self._normalize(pixels, images[rows])
 
     def _transform_whole(
-        self, images: Tensor, params: AugmentParams, parts: list[Tensor], rows: slice
+        self, images: Tensor, pending: PendingTrainBatch, parts: list[Tensor], rows: slice
     ) -> None:
         """Flip, augment, crop, resize and normalise one image, given the part that its crop depends on."""
-        assert params.parts is not None
+        assert pending.parts is not None
         position = rows.start
-        pixels = params.crop_flip.flipped(_planes(parts[position]), position)
-        pixels = augment_part(pixels, params.operations.of(rows), params.parts.of(rows))
-        bicubic = bool(params.crop_flip.bicubic[position])
+        pixels = pending.crop_flip.flipped(_planes(parts[position]), position)
+        pixels = augment_part(pixels, pending.operations.of(rows), pending.parts.of(rows))
+        bicubic = bool(pending.crop_flip.bicubic[position])
         self._normalize(resize_pixels(pixels, self._image_size, bicubic=bicubic), images[rows])
 
     def _normalize(self, pixels: Tensor, result: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,10 +15,10 @@ from horovod_volo.cluster.world import RankResources, World, WorldSums
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.data.image_decoder import Normalization, image_decoder
+from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
-from horovod_volo.data.prefetcher import BatchPrefetcher, ImageThreadPool, PendingBatch
+from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.engine.task import (
     Beat,
@@ -99,32 +98,9 @@ class DenseBatches(OrderedBatches[Pending, DenseBatch]):
         context: RankContext,
     ) -> None:
         """`settings` are those of the task, `side` that of the images in a batch."""
-        super().__init__(len(images), data, order, context.threads)
-        self._images, self._plan_settings, self._side, self._device = images, settings, side, context.device
+        super().__init__(images, data, order, context.device, context.threads)
+        self._plan_settings, self._side = settings, side
         self._mean, self._std = levels(context.normalization, context.device)
-        self._decoder = image_decoder(data.image_decoder)
-        self._transform_threads = ImageThreadPool(context.threads, "image-transform")
-        self._prefetcher = BatchPrefetcher(
-            partial(self._pipeline, batch=data.batch_size, device=context.device, threads=context.threads),
-            context.device,
-            data.prefetch,
-            lambda index: self.bad_samples.add_undecodable(index, images.location(index)),
-            self._transform,
-            self._decoder.undecodable,
-        )
-
-    def close(self) -> None:
-        """End all threads; batches that were yielded stay valid."""
-        super().close()
-        self._transform_threads.close()
-
-    @abstractmethod
-    def _pipeline(self, source: Any, **settings: Any) -> Any:
-        """Build the pipeline that decodes."""
-
-    @abstractmethod
-    def _transform(self, pending: Pending, decoded: Any) -> Tensor:
-        """Return the normalised images (batch, 3, side, side)."""
 
 
 def levels(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:

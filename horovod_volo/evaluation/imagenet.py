@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog, in_memory
+from horovod_volo.data.images.catalog import Catalog, list_split
 from horovod_volo.data.images.split_folder import SplitFolder, check_links, shortened, visible
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
@@ -113,6 +113,6 @@ def list_numbered(data_dir: str) -> Catalog:
                 f"{root} does not have the class folders 0, 1, 2 and so on that --v2 needs: additional or "
                 f"missing are {shortened(wrong)}. Give the folder that directly holds them, or drop --v2."
             )
-        return in_memory(SplitFolder(root, "folder", tuple(numbers), state=""))
+        return list_split(SplitFolder(root, "folder", tuple(numbers), state=""), path=None)
     except OSError as error:
         raise UserError(f"cannot list the images of {root}: {error}. Fix this file or folder.") from error

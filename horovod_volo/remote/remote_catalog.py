@@ -7,7 +7,6 @@ and resuming do not depend on where the shards are.
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.config.validation import check_address
-from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog, open_catalog
+from horovod_volo.data.images.catalog import Catalog, keep_list, open_catalog
 from horovod_volo.data.images.catalog_file import CatalogEntry, OpenFile, open_file
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
 from horovod_volo.engine.classification_data import SERVERS, CacheSettings, ImageSource
@@ -86,40 +84,22 @@ def download_catalog(
     data_dir: str, split: Split, held_out: HeldOut, folder: Path | None, cache: CacheSettings
 ) -> RemoteCatalog:
     """Download the list of a split into a folder, or into memory; raise UserError if there is none."""
-    chosen = split == "val" and held_out.folder
     root, missing = data_dir.rstrip("/"), list[str]()
     check_address(root)
-    for name in (held_out.folder,) if chosen else FOLDER_NAMES[split]:
+    for name in (held_out.folder,) if split == "val" and held_out.folder else FOLDER_NAMES[split]:
         url = f"{root}/{name}"
         try:
             content = bytes(RemoteFolder(url).read(PUBLISHED_CATALOG, 0, _WHOLE_FILE))
+            break
         except MissingError as error:
             missing.append(str(error))
-        else:
-            return _open(content, url, split, folder, cache)
-    raise UserError(f"{root} has no list of shards: {' '.join(missing)} {_REMEDY}")
-
-
-def open_downloaded(path: Path, digest: str, url: str, cache: CacheSettings) -> RemoteCatalog:
-    """Open the list of a split that another rank has downloaded."""
-    open_catalog(path, digest)  # it is the same list, or an error
-    return RemoteCatalog(open_file(path), path, url, cache)
-
-
-def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: CacheSettings) -> RemoteCatalog:
+    else:
+        raise UserError(f"{root} has no list of shards: {' '.join(missing)} {_REMEDY}")
+    path = folder and folder / f"{split}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.catalog"
     try:
-        if folder is None:
-            path, file = None, OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
-            with os.fdopen(file.descriptor, "wb", closefd=False) as written:
-                written.write(content)
-        else:
-            path = folder / f"{split}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.catalog"
-            folder.mkdir(parents=True, exist_ok=True)
-            if not path.exists() or path.read_bytes() != content:  # another run may have it open
-                with atomic_write(path) as written:
-                    written.write(content)
-            file = open_file(path)
-        return RemoteCatalog(file, path, url, cache)
+        if path and path.exists() and path.read_bytes() == content:  # another run may have it open
+            return RemoteCatalog(open_file(path), path, url, cache)
+        return RemoteCatalog(keep_list(lambda file: file.write(content), path), path, url, cache)
     except ValueError:
         raise UserError(
             f"{url}/{PUBLISHED_CATALOG} is damaged, of another version, or not of shards. {_REMEDY}"
@@ -128,6 +108,12 @@ def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: Ca
         raise UserError(
             f"the list of {url} cannot be kept in {folder}: {error.strerror}. Name another --catalog-dir."
         ) from error
+
+
+def open_downloaded(path: Path, digest: str, url: str, cache: CacheSettings) -> RemoteCatalog:
+    """Open the list of a split that another rank has downloaded."""
+    open_catalog(path, digest)  # it is the same list, or an error
+    return RemoteCatalog(open_file(path), path, url, cache)
 
 
 for _scheme in SCHEMES:

@@ -1,8 +1,5 @@
 """Folders on a server, read by obstore (HTTP, HTTPS, S3, Google Cloud Storage, Azure), and a cache of blocks.
 
-obstore keeps connections open, follows redirections, uses the proxies of the environment, signs requests and
-repeats those that fail for a moment.
-
 The cache is a folder on a local disk, up to a limit; several processes of a host may share it. It is no
 library's: fsspec's caches have no limit, and diskcache never deletes the files of killed processes.
 
@@ -29,7 +26,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog_file import OpenFile
+from horovod_volo.data.images.catalog_file import OpenFile, open_file
 
 SCHEMES = ("http://", "https://", "s3://", "gs://", "az://")
 # Each pause is random, from the first to `base` times the previous one: about half a minute in all.
@@ -164,18 +161,13 @@ class BlockCache:
         parts, end = [], min(offset + length, size)
         try:
             for first in range(offset - offset % BLOCK_BYTES, end, BLOCK_BYTES):
-                path = folder / str(first // BLOCK_BYTES)
-                span = slice(max(0, offset - first), min(BLOCK_BYTES, end - first))
-                part = self._read_kept(path, span)
-                if part is None:
+                path, begin = folder / str(first // BLOCK_BYTES), max(0, offset - first)
+                block = self._kept(path)
+                if block is None:
                     # One thread of all processes reads a block from the server; the others wait for it.
                     with self._locked(f"locks/{zlib.crc32(str(path).encode()) % 256}"):
-                        part = self._read_kept(path, span)
-                        if part is None:
-                            block = remote.read(name, first, BLOCK_BYTES)
-                            self._keep(path, block)
-                            part = bytes(block[span])
-                parts.append(part)
+                        block = self._kept(path) or self._keep(path, remote.read(name, first, BLOCK_BYTES))
+                parts.append(block.read(begin, min(BLOCK_BYTES, end - first) - begin))
         except OSError as error:
             raise UserError(
                 f"the cache in {self._folder} cannot be used: {error.strerror}. Name a folder on a local "
@@ -183,31 +175,32 @@ class BlockCache:
             ) from error
         return b"".join(parts)
 
-    def _read_kept(self, path: Path, span: slice) -> bytes | None:
-        """Return a part of a block; None if the block is not in the folder, or damaged."""
+    def _kept(self, path: Path) -> OpenFile | None:
+        """Open a block; None if it is not in the folder, or damaged."""
         try:
-            file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            block = open_file(path)
         except FileNotFoundError:
             self._verified.discard(path)
             return None
         if path not in self._verified:
-            content = file.read(0, BLOCK_BYTES + _CHECKSUM_BYTES)
+            content = block.read(0, BLOCK_BYTES + _CHECKSUM_BYTES)
             if _checksum(content[:-_CHECKSUM_BYTES]) != content[-_CHECKSUM_BYTES:]:
                 return None
             self._verified.add(path)
         with suppress(OSError):
-            os.utime(file.descriptor)  # the blocks that were not used for longest are evicted
-        return file.read(span.start, span.stop - span.start)
+            os.utime(block.descriptor)  # the blocks that were not used for longest are evicted
+        return block
 
-    def _keep(self, path: Path, block: memoryview) -> None:
+    def _keep(self, path: Path, content: memoryview) -> OpenFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.partial")  # its lock is held
         with self._locked("usage.lock"):
-            self._make_room(len(block) + _CHECKSUM_BYTES)  # before it is written: the limit always holds
+            self._make_room(len(content) + _CHECKSUM_BYTES)  # before it is written: the limit always holds
             with unfinished.open("wb") as file:
-                file.writelines((block, _checksum(block)))
+                file.writelines((content, _checksum(content)))
             unfinished.replace(path)
-        self._verified.add(path)
+            self._verified.add(path)
+            return open_file(path)
 
     def _make_room(self, added: int) -> None:
         """Count a new block, and evict others if it would exceed the limit.

@@ -26,22 +26,13 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size  # at the end of a cache, where N
 
 
 class NamedImages(Protocol):
-    """The list of images that maps are found for; data/images/catalog.py has it."""
+    """The list of images that maps are found for: the Catalog of data/images."""
 
     classes: tuple[str, ...]
+    targets: NDArray[np.int32]  # (images,) the class of each image
+    digest: str
     source: str  # the folder, for messages
-
-    @property
-    def targets(self) -> NDArray[np.int32]:
-        """Return the class of each image, (images,)."""
-
-    @property
-    def digest(self) -> str:
-        """Return a checksum of the list."""
-
-    @property
-    def in_shards(self) -> bool:
-        """Return whether the images are packed in shards."""
+    in_shards: bool
 
     def name(self, index: int) -> str:
         """Return the name of an image, CLASS/FILE."""

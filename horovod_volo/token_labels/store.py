@@ -173,8 +173,16 @@ class LabelStore:
         self.geometry_assumed = self.metadata.geometry_assumed
         self.teacher, self.generated = self.metadata.teacher, self.metadata.generated
         self.recorded_geometry = None if self.geometry_assumed else self.geometry
-        _check_class_count(self._folder, self.metadata, catalog)
-        self._rows = self._rows_of_images(cache)
+        if self.metadata.classes != len(catalog.classes):
+            raise UserError(
+                f"the label maps in {folder} have {self.metadata.classes} classes, the training images have "
+                f"{len(catalog.classes)}. Point --token-label-data at maps that were made for these images."
+            )
+        self._rows = None  # row i is image i
+        if not self.generated or self.metadata.catalog != catalog.digest:
+            keys, digest = self._folder / KEYS_FILE, self.metadata.keys
+            self._rows = find_rows(catalog, keys, digest, cache, by_name=self.generated)
+            _check_classes(self._folder, self._rows, catalog)
         self._shard_rows = self.metadata.shard_rows
         self._classes = self.metadata.classes
         # As an unsigned integer NO_CLASS is the largest value, so one comparison finds every invalid class.
@@ -191,7 +199,9 @@ class LabelStore:
             maps = self._open_shard(number, index)
         scores, ids = maps[0][row_in_shard].copy(), maps[1][row_in_shard].copy()
         if np.maximum.reduce(ids.view(self._unsigned).ravel()) >= self._classes:
-            raise self._invalid_classes(ids, index)
+            if (ids == NO_CLASS).all():
+                raise self._missing(index)
+            raise self._damaged(f"class numbers outside the {self._classes} classes", index)
         if np.maximum.reduce((scores.view(np.uint16) & _EXPONENT).ravel()) == _EXPONENT:
             raise self._damaged("logits that are not finite", index)
         return scores, ids
@@ -211,30 +221,9 @@ class LabelStore:
     def _missing(self, index: int) -> BadSampleError:
         return BadSampleError(f"the store {self._folder} has no label map of {self._catalog.name(index)}")
 
-    def _invalid_classes(self, ids: NDArray[np.integer[Any]], index: int) -> BadSampleError:
-        if (ids == NO_CLASS).all():
-            return self._missing(index)
-        return self._damaged(f"class numbers outside the {self._classes} classes", index)
-
     def _damaged(self, what: str, index: int) -> BadSampleError:
         return BadSampleError(
             f"the label map of {self._catalog.name(index)} in {self._folder} has {what}: its shard is damaged"
-        )
-
-    def _rows_of_images(self, cache: Path | None) -> NDArray[np.int32] | None:
-        if self.generated and self.metadata.catalog == self._catalog.digest:
-            return None  # row i is image i
-        keys_file, digest = self._folder / KEYS_FILE, self.metadata.keys
-        rows = find_rows(self._catalog, keys_file, digest, cache, by_name=self.generated)
-        _check_classes(self._folder, rows, self._catalog)
-        return rows
-
-
-def _check_class_count(folder: Path, metadata: StoreMetadata, catalog: NamedImages) -> None:
-    if metadata.classes != len(catalog.classes):
-        raise UserError(
-            f"the label maps in {folder} have {metadata.classes} classes, the training images have "
-            f"{len(catalog.classes)}. Point --token-label-data at maps that were made for these images."
         )
 
 

@@ -23,7 +23,6 @@ from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
 from horovod_volo.data.packing.manifest import check_split
 from horovod_volo.data.packing.pack import PackOptions, pack
-from horovod_volo.data.packing.records import list_records
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.scene_shards import open_scenes, pack_scenes
@@ -157,7 +156,7 @@ def record_shards(folder: Path) -> Case:
         for number, (name, form) in enumerate((("a", "tfrecord"), ("b", "recordio"))):
             lists = folder / f"lists{number}"
             shutil.rmtree(lists, ignore_errors=True)
-            catalog = list_records(str(folder / name), "train", lists, form)
+            catalog = build_catalog(str(folder / name), "train", lists, records=form)
         return len(catalog) > 0
 
     shown = [picture(number) for number in range(6)]

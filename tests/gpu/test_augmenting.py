@@ -29,16 +29,14 @@ if INTERPRETED:  # fewer programs with larger tiles, because they run one after 
     augment._BLOCK = 2**13
 SIDE, IMAGES = 64, 256
 SETTINGS = Data(aa="rand-m9-n3-p0.7-mstd0.5-inc1", reprob=0.5)
-KERNELS_CASES = 8  # number of tests of kernels on one device
+KERNELS_CASES = 7  # number of tests of kernels on one device
 
 
-@pytest.mark.parametrize("policy", [SETTINGS.aa, "v0", "3a", "augmix-m5"])
-def test_operations_equal_the_cpus(device: torch.device, policy: str) -> None:
+def test_operations_equal_the_cpus(device: torch.device) -> None:
     waves = torch.rand(IMAGES, 3, 9, 9, generator=torch.Generator().manual_seed(0))
     images = torch.nn.functional.interpolate(255 * waves, (SIDE, SIDE), mode="bilinear").to(torch.uint8)
-    operations = draw_operations(1, 0, np.arange(IMAGES), replace(SETTINGS, aa=policy))
-    if policy == SETTINGS.aa:
-        assert set(np.unique(operations.kinds)) == {ops.NONE, *ops.RAND_V1}
+    operations = draw_operations(1, 0, np.arange(IMAGES), SETTINGS)
+    assert set(np.unique(operations.kinds)) == {ops.NONE, *ops.RAND_V1}
     batched = images.clone().to(device)
     augment_(batched, operations)
     alone = images.clone()
@@ -46,7 +44,7 @@ def test_operations_equal_the_cpus(device: torch.device, policy: str) -> None:
         augment_(alone[place : place + 1], operations.of(slice(place, place + 1)))
     difference = (batched.cpu().int() - alone.int()).abs().float()
     assert difference.mean() <= (0.0 if device.type == "cpu" else 0.5)
-    assert (alone.int() - images.int()).abs().float().mean() > (5 if "augmix" in policy else 20)
+    assert (alone.int() - images.int()).abs().float().mean() > 20
 
 
 def test_operations_before_the_crop_equal_the_cpus(device: torch.device) -> None:
@@ -161,23 +159,6 @@ def test_layers_and_operations_of_plugins(device: torch.device, monkeypatch: pyt
         found, Operations(*(getattr(operations, name)[:, :0] for name in ("kinds", "arguments", "bicubic")))
     )
     assert torch.equal(found, nothing)
-
-
-@pytest.mark.usefixtures("_kernels")
-def test_blurs_and_mixtures_around_kernels_equal_the_operators(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A blur has no kernel, and the chains of AugMix are mixed by operators."""
-    images = drawn_images(4, (33, 33), device)
-    for policy in ("3a", "augmix-w2"):
-        drawn = draw_operations(1, 0, np.arange(4), replace(SETTINGS, aa=policy))
-        found, expected = images.clone(), images.clone()
-        augment_(found, drawn)
-        with monkeypatch.context() as patched:
-            patched.setattr(operators, "_DEVICES", ())
-            augment_(expected, drawn)
-        assert (found.int() - expected.int()).abs().float().mean() <= 0.02
-        assert (found.int() - images.int()).abs().float().mean() > 5
 
 
 @pytest.mark.usefixtures("_kernels")

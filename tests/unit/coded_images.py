@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from image_loaders import train_loader
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -14,7 +16,6 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.loader import TrainLoader
 from horovod_volo.token_labels.source import LabelSource
 
 # Crop, resize and flip only: without color operations, geometric operations and random erasing.
@@ -48,20 +49,8 @@ def only_batch(
     catalog: Catalog, labels: LabelSource | None, settings: Data, *, side: int, seed: int, epoch: int = 0
 ) -> TrainBatch:
     """Return the batch of an epoch with a single batch."""
-    loader = TrainLoader(
-        catalog,
-        labels,
-        settings,
-        image_size=side,
-        seed=seed,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
-    (batch,) = loader.batches(epoch, 0)
-    loader.close()
+    with closing(train_loader(catalog, settings, labels, image_size=side, seed=seed)) as loader:
+        (batch,) = loader.batches(epoch, 0)
     return batch
 
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.data.augmentation.further_policies import GAUSSIAN_BLUR
 from horovod_volo.models import timm_api  # noqa: F401  # before timm, which imports torchvision
 
 SPELLING = "rand-m9-mstd0.5-inc1"
@@ -31,7 +30,6 @@ NAMES = {
     ops.SHEAR_Y: "ShearY",
     ops.TRANSLATE_X: "TranslateXRel",
     ops.TRANSLATE_Y: "TranslateYRel",
-    GAUSSIAN_BLUR: "GaussianBlur",
 }
 FILL = (124, 116, 104)
 

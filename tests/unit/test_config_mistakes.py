@@ -78,8 +78,6 @@ MISTAKES = [
         "Drop it, or --map-geometry centre",
     ),
     (f"{MAPS} --bce-target-threshold 0.2", "Drop it, or --token-label-data"),
-    (f"{MAPS} --aa augmix-m5", "Use another --aa, or drop --token-label-data"),
-    ("--aa augmix --randaugment-on image", "Drop --randaugment-on image"),
     ("--mixup 0.8", "Add --no-mix-token, or drop --mixup"),
     ("--cutmix 1 --no-mix-token --token-label", "drop --token-label"),
     ("--balance 0.5 --block-shuffle 64", "--balance", "--block-shuffle", "Drop one"),

@@ -36,7 +36,7 @@ WITHOUT_EFFECT: list[tuple[str, str, str | RunFacts, str | RunFacts]] = [
     ),
     ("--cache-dir blocks", "without shards on a server", "", REMOTE),
     ("--cache-gib 8", "without --cache-dir", REMOTE, f"{REMOTE} --cache-dir x"),
-    ("--color-jitter 0.3", "with --aa, unless it is 3a", "--aa original", "--aa 3a"),
+    ("--color-jitter 0.3", "with --aa", "", "--aa="),
     ("--randaugment-on image", "without --aa or --color-jitter", "--aa= --color-jitter 0", "--aa="),
     ("--momentum 0.8", "with Adam and LAMB", "", "--opt lars"),
     ("--momentum 0.8", "unless the plugin's --opt reads it", "--opt mine", "--opt sgd"),

@@ -30,6 +30,7 @@ IMAGES, SIDE, DAMAGED = 12, 32, 5
 FILE = f"train/a/{DAMAGED:02d}.jpg"
 STRIDE = 7  # 12 divided by the golden ratio, rounded; it has no common factor with 12
 REPLACEMENT = (DAMAGED + STRIDE) % IMAGES
+REPLACED = sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
 
 
 @pytest.fixture
@@ -88,8 +89,7 @@ def test_a_damaged_image_is_replaced_by_a_fixed_other_one(folder: Path, how: str
     loader = open_loader(folder)
     damage(folder / FILE, how)
     for _ in range(2):  # by the same image in each pass over the data
-        expected = sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
-        assert indices_of(loader) == expected
+        assert indices_of(loader) == REPLACED
     assert loader.bad_samples.skipped == 2
     (reported,) = loader.bad_samples.new_messages()  # reported once
     assert FILE in reported
@@ -97,12 +97,17 @@ def test_a_damaged_image_is_replaced_by_a_fixed_other_one(folder: Path, how: str
     loader.close()
 
 
-def test_a_damaged_image_is_an_error_with_bad_samples_fail(folder: Path) -> None:
-    loader = open_loader(folder, bad_samples="fail")
-    damage(folder / FILE, "truncated")
-    with pytest.raises(UserError, match=r"05\.jpg.*--bad-samples skip"):
-        list(loader.batches(0, 0))
-    loader.close()
+def test_damaged_images_are_an_error_with_bad_samples_fail_and_beyond_the_limit(folder: Path) -> None:
+    for number in (1, 3, 5):
+        damage(folder / f"train/a/{number:02d}.jpg", "truncated")
+    for settings, message in (
+        ({"bad_samples": "fail"}, r"0[135]\.jpg.*--bad-samples skip"),
+        ({"bad_samples_limit": 2}, r"3 samples are damaged.*--bad-samples-limit"),
+    ):
+        loader = open_loader(folder, **settings)
+        with pytest.raises(UserError, match=message):
+            list(loader.batches(0, 0))
+        loader.close()
 
 
 def test_no_program_is_started_to_read_an_image(folder: Path, tmp_path: Path) -> None:
@@ -114,17 +119,12 @@ def test_no_program_is_started_to_read_an_image(folder: Path, tmp_path: Path) ->
     damage(folder / FILE, "PostScript")
     read = (
         "import sys; from horovod_volo.data.images.catalog import build_catalog; "
-        "from horovod_volo.data.reading import decode_rgb, read_image; "
+        "from horovod_volo.data.reading import read_image; "
         f"read_image(build_catalog(sys.argv[1], 'train', None), {DAMAGED})"
     )
     path = f"{tmp_path}/bin:{os.environ['PATH']}"
-    done = subprocess.run(
-        [sys.executable, "-c", read, str(folder)],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, environment = [sys.executable, "-c", read, str(folder)], {**os.environ, "PATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert not (tmp_path / "started").exists()
     assert "05.jpg cannot be decoded: it is not an image of a known format (JPEG, PNG, " in done.stderr
 
@@ -161,15 +161,6 @@ def test_the_images_of_a_lost_shard_have_different_replacements() -> None:
         assert last.read_or_replace(0, images, only_the_last)[0] == images - 1
 
 
-def test_more_damaged_samples_than_the_limit_are_an_error(folder: Path) -> None:
-    loader = open_loader(folder, bad_samples_limit=2)
-    for number in (1, 3, 5):
-        damage(folder / f"train/a/{number:02d}.jpg", "empty")
-    with pytest.raises(UserError, match=r"3 samples are damaged.*--bad-samples-limit"):
-        list(loader.batches(0, 0))
-    loader.close()
-
-
 @pytest.mark.parametrize("decoder", ["dali", "pillow"])
 def test_an_image_whose_damage_only_the_decoder_finds(folder: Path, decoder: str) -> None:
     """The file's header and end are intact, but it cannot be decoded, and the batches are built again."""
@@ -179,7 +170,7 @@ def test_an_image_whose_damage_only_the_decoder_finds(folder: Path, decoder: str
     broken = bytearray(png.getvalue())
     broken[200:5000] = bytes(4800)
     (folder / FILE).write_bytes(bytes(broken))
-    assert indices_of(loader) == sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
+    assert indices_of(loader) == REPLACED
     (reported,) = loader.bad_samples.new_messages()
     assert "05.jpg cannot be decoded" in reported
     assert len(indices_of(loader)) == IMAGES  # the loader can be used further
@@ -193,7 +184,7 @@ def test_an_image_without_a_label_map_is_replaced(folder: Path, tmp_path: Path) 
         torch.save(torch.zeros(2, 1, 3, 3), maps / f"{number:02d}.pt")
     loader = open_loader(folder, maps.parent)
     (maps / f"{DAMAGED:02d}.pt").unlink()
-    assert indices_of(loader) == sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
+    assert indices_of(loader) == REPLACED
     (reported,) = loader.bad_samples.new_messages()
     assert "05" in reported
     loader.close()
@@ -314,7 +305,7 @@ def test_an_image_of_too_many_pixels_is_replaced(folder: Path) -> None:
     """It has 20 kB; decoded, it would need 1.6 GB."""
     Image.new("1", (13_000, 13_000)).save(folder / FILE, "PNG")
     loader = open_loader(folder)
-    assert indices_of(loader) == sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
+    assert indices_of(loader) == REPLACED
     message = f"{folder / FILE} has more than 100 million pixels; resize it to use it"
     assert loader.bad_samples.new_messages() == [message]
     loader.close()

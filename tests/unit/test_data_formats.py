@@ -1,4 +1,4 @@
-"""Each shard format returns the bytes, names and classes that were written, and errors name the damage."""
+"""Tar shards return the bytes, names and classes that were written, and errors name the damage."""
 
 import os
 import tarfile
@@ -35,9 +35,6 @@ def listed(catalog):
 def pictures(*kinds):
     """Return different images of these kinds."""
     return [picture(number, kind) for number, kind in enumerate(kinds)]
-
-
-# Tar
 
 
 def tar_members(prefix=""):
@@ -91,20 +88,6 @@ def test_a_list_of_classes_beside_tar_shards_sets_their_order(tmp_path):
         train(tmp_path)
 
 
-def test_the_digest_does_not_depend_on_the_format(tmp_path):
-    for name in ("ant", "bee"):
-        (tmp_path / "plain/train" / name).mkdir(parents=True)
-        (tmp_path / "plain/train" / name / "1.jpg").write_bytes(picture(1))
-    members = [
-        (f"{name}/1.{ending}", data)
-        for name, number in (("ant", b"0"), ("bee", b"1"))
-        for ending, data in (("jpg", picture(1)), ("cls", number))
-    ]
-    write_tar(tmp_path / "packed/train/0.tar", members)
-    (tmp_path / "packed/train/classes.txt").write_text("ant\nbee\n")
-    assert train(tmp_path / "packed").digest == train(tmp_path / "plain").digest
-
-
 @pytest.mark.parametrize(
     ("members", "message"),
     [
@@ -122,13 +105,10 @@ def test_tar_shards_of_another_layout_are_refused(tmp_path, members, message):
 
 
 def test_names_that_lead_out_of_a_folder_are_refused(tmp_path):
-    for shard, parent in (("1/train/0.tar", "../n1"), ("2/train/0.tar", "/n1"), ("3/train/0.tar", "n1/..")):
-        write_tar(tmp_path / shard, [(f"{parent}/1.jpg", b"x"), (f"{parent}/1.cls", b"1")])
-    for number in "123":
-        with pytest.raises(
-            UserError, match=r"0\.\w+ has '.*/1.jpg', which is no name inside a folder\. Copy"
-        ):
-            train(tmp_path / number)
+    for parent in ("../n1", "/n1", "n1/.."):
+        write_tar(tmp_path / "train/0.tar", [(f"{parent}/1.jpg", b"x"), (f"{parent}/1.cls", b"1")])
+        with pytest.raises(UserError, match=r"0\.tar has '.*/1.jpg', which is no name inside a folder"):
+            train(tmp_path)
 
 
 def test_two_images_of_one_name_are_refused(tmp_path):
@@ -179,18 +159,13 @@ def test_a_tar_shard_with_damaged_headers_is_refused(tmp_path):
     shard.write_bytes(bytes(len(whole)))
     with pytest.raises(UserError, match=r"0.tar is cut or damaged: .* at byte 0\."):
         train(tmp_path)
+    for padding in (1024, 10240, 2**20):
+        shard.write_bytes(whole[:end] + bytes(padding))
+        assert len(train(tmp_path)) == 20
     for extra in (whole, b"more", bytes(2**20)):
         shard.write_bytes(whole + extra)
         with pytest.raises(UserError, match=rf"0.tar is cut or damaged: .* at byte {end}\."):
             train(tmp_path)
-
-
-@pytest.mark.parametrize("padding", [1024, 10240, 2**20])
-def test_the_padding_of_a_tar_shard_is_accepted(tmp_path, padding):
-    shard = tmp_path / "train/0.tar"
-    _, end = write_many(shard)
-    shard.write_bytes(shard.read_bytes()[:end] + bytes(padding))
-    assert len(train(tmp_path)) == 20
 
 
 def test_an_index_of_another_tar_shard_is_refused(tmp_path):

@@ -139,10 +139,11 @@ def test_scenes_and_boxes(tmp_path: Path) -> None:
         assert float(difference.max()) < largest
 
 
-def test_order_repetition_and_threads(folder: Path) -> None:
+@pytest.mark.parametrize("decoder", ["dali", "pillow"])
+def test_order_repetition_and_threads(folder: Path, decoder: DecoderName) -> None:
     """A loader can be left in the middle and used again, and its threads end with it."""
     before = threading.active_count()
-    loader = eval_loader(build_catalog(str(folder), "val", None), Data(batch_size=2, image_decoder="pillow"))
+    loader = eval_loader(build_catalog(str(folder), "val", None), Data(batch_size=2, image_decoder=decoder))
     first = next(iter(loader))
     batches = list(loader)
     assert [index for batch in batches for index in batch.indices] == list(range(IMAGES))

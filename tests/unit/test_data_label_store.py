@@ -24,14 +24,8 @@ def test_maps_are_read_by_index_from_a_store_in_any_order(tmp_path):
     assert keys[:2] == ["a/1", "a/2"]
     order = np.random.default_rng(1).permutation(len(keys))
     scores, ids = random_store(tmp_path / "same", catalog, digest=catalog.digest)
-    make_store(
-        tmp_path / "shuffled",
-        [keys[row] for row in order],
-        scores[order],
-        ids[order],
-        classes=3,
-        shard_rows=2,
-    )
+    shuffled = [keys[row] for row in order], scores[order], ids[order]
+    make_store(tmp_path / "shuffled", *shuffled, classes=3, shard_rows=2)
     for folder, cache in (("same", None), ("shuffled", None), ("shuffled", tmp_path / "cache")):
         labels = open_labels(str(tmp_path / folder), catalog, cache)
         assert labels.map_shape == (2, 3, 4)
@@ -108,15 +102,6 @@ def test_stores_of_earlier_versions_are_read_where_keys_are_unique(tmp_path, dig
         UserError, match=r"b/3\.jpg and b/3\.png in .* same label map, .* tools/labels generate"
     ):
         LabelStore(tmp_path / "s", with_another, None)
-
-
-def test_a_store_in_which_images_share_a_key_is_refused(tmp_path):
-    """Only one of the images may be in the catalog: others are held out."""
-    catalog = catalog_of(tmp_path, *NAMES)
-    keys = [*catalog_keys(catalog), "b/3"]
-    make_store(tmp_path / "s", keys, np.zeros((8, 1, 1, 1), np.float16), np.zeros((8, 1, 1, 1)), classes=3)
-    with pytest.raises(UserError, match=r"keys\.txt has a key twice, .* Generate the store again"):
-        LabelStore(tmp_path / "s", catalog, None)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +206,7 @@ def test_damaged_values_are_found(tmp_path):
             store.read(1)
 
 
-def test_damaged_keys_are_refused(tmp_path):
+def test_damaged_keys_and_keys_of_several_images_are_refused(tmp_path):
     catalog = catalog_of(tmp_path, *NAMES)
     random_store(tmp_path / "s", catalog)
     keys = tmp_path / "s" / "keys.txt"
@@ -229,6 +214,11 @@ def test_damaged_keys_are_refused(tmp_path):
     keys.write_text("\n".join([second, first, *others]))
     with pytest.raises(UserError, match=r"keys\.txt is damaged: it does not match its checksum\. Copy"):
         LabelStore(tmp_path / "s", catalog, None)
+    # Only one of the images that share a key may be in the catalog: others are held out.
+    twice, zeros = [*catalog_keys(catalog), "b/3"], np.zeros((8, 1, 1, 1), np.float16)
+    make_store(tmp_path / "twice", twice, zeros, zeros, classes=3)
+    with pytest.raises(UserError, match=r"keys\.txt has a key twice, .* Generate the store again"):
+        LabelStore(tmp_path / "twice", catalog, None)
 
 
 def test_a_changed_description_of_a_store_is_refused(tmp_path):

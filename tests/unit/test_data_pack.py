@@ -143,30 +143,34 @@ def test_shards_have_the_requested_size(tmp_path):
     assert all(abs(size - 1e6) < 2e5 for size in sizes[:-1])
 
 
-def test_a_killed_pack_is_resumed(tmp_path):
-    write_images(tmp_path / "images", 600)
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "horovod_volo.pack", tmp_path / "images", out]
+def begun(folder, images, shards):
+    """Begin to pack so many images in a process; return its command and it, once it has finished shards."""
+    write_images(folder / "images", images)
+    command = [sys.executable, "-m", "horovod_volo.pack", folder / "images", folder / "out"]
     command += ["--workers", "2", "--shard-images", "10"]
-    running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    records = out / ".packing"
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while len(list(records.glob("train-0*.json"))) < 5:
+    while len(list((folder / "out/.packing").glob("train-0*.json"))) < shards:
         assert running.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.001)
+    return command, running
+
+
+def test_a_killed_pack_is_resumed(tmp_path):
+    out, records = tmp_path / "out", tmp_path / "out/.packing"
+    command, running = begun(tmp_path, 400, 5)
     workers = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    running.send_signal(signal.SIGKILL)
-    running.wait()
+    running.kill()
+    running.communicate()
     while any(Path(f"/proc/{worker}/exe").exists() for worker in workers):
-        assert time.monotonic() < deadline
         time.sleep(0.01)
     assert len(workers) >= 2
     assert not (out / "train").exists()
     finished = {json.loads(record.read_text())["file"] for record in records.glob("train-0*.json")}
     before = {name: (out / "train.packing" / name).stat().st_mtime_ns for name in finished}
-    assert 5 <= len(finished) < 60
-    (out / "train.packing/.train-000059.tar.x.partial").touch()  # the temporary file of a killed worker
+    assert 5 <= len(finished) < 40
+    (out / "train.packing/.train-000039.tar.x.partial").touch()  # the temporary file of a killed worker
 
     subprocess.run(command, check=True)
     assert content(out, "train") == content(tmp_path / "images", "train")
@@ -177,16 +181,7 @@ def test_a_killed_pack_is_resumed(tmp_path):
 
 
 def test_a_killed_worker_ends_the_command(tmp_path):
-    write_images(tmp_path / "images", 3000)
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "horovod_volo.pack", tmp_path / "images", out]
-    command += ["--workers", "2", "--shard-images", "10"]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list((out / ".packing").glob("train-0*.json")):
-        assert running.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    _, running = begun(tmp_path, 2000, 1)
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     worker = next(child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text())
     os.kill(int(worker), signal.SIGKILL)

@@ -18,7 +18,7 @@ from shard_writers import (
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.packing.records import list_records, open_records
+from horovod_volo.data.packing.records import open_records
 from horovod_volo.pack import main as pack
 
 
@@ -37,7 +37,7 @@ def converted(folder, form, out):
 
 def assert_resumable(folder, form, out):
     """Check that a run on the shards can be resumed on the result: the images and their order are equal."""
-    before = list_records(str(folder), "train", out / "lists", form)
+    before = build_catalog(str(folder), "train", out / "lists", records=form)
     assert build_catalog(str(out), "train", None).digest == before.digest
 
 
@@ -139,7 +139,7 @@ def test_training_names_the_command_that_converts(tmp_path, form):
         build_catalog(str(tmp_path), "train", None)
     other = {"tfrecord": "recordio", "recordio": "tfrecord"}[form]
     with pytest.raises(UserError, match=rf"no {other} shards.*--from"):
-        list_records(str(tmp_path), "train", tmp_path / "lists", other)
+        build_catalog(str(tmp_path), "train", tmp_path / "lists", records=other)
 
 
 def damaged_shards():
@@ -166,14 +166,14 @@ def test_damaged_shards_are_refused(tmp_path, form, records, kept, message):
     (write_tfrecord if form == "tfrecord" else write_recordio)(shard, records)
     shard.write_bytes(shard.read_bytes()[kept])
     with pytest.raises(UserError, match=message):
-        list_records(str(tmp_path), "train", tmp_path / "lists", form)
+        build_catalog(str(tmp_path), "train", tmp_path / "lists", records=form)
 
 
 def test_a_record_that_is_damaged_during_the_conversion_is_a_bad_sample(tmp_path):
     shard = tmp_path / "train/s.rec"
     images = [picture(n) + bytes(-len(picture(n)) % 4) + RECORDIO_MAGIC * 2 for n in range(2)]
     write_recordio(shard, [recordio_content(1.0, n, image) for n, image in enumerate(images)])
-    listed = list_records(str(tmp_path), "train", tmp_path / "lists", "recordio")
+    listed = build_catalog(str(tmp_path), "train", tmp_path / "lists", records="recordio")
     catalog = open_records(listed.path, listed.digest, "recordio")
     data = bytearray(shard.read_bytes())
     struct.pack_into("<I", data, data.index(images[0][:-8]) + len(images[0]) - 8, 0)  # of the second part

@@ -279,35 +279,30 @@ def test_an_address_with_a_password_is_refused_and_not_printed(
 def test_user_and_password_are_those_of_netrc(
     server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
+    """A file without the password, or one that cannot be used, matters only where one is wanted."""
     file = tmp_path / ".netrc"
-    file.write_text("machine 127.0.0.1 login jane password s3cret\n")
-    file.chmod(0o600)
     monkeypatch.delenv("NETRC", raising=False)
     monkeypatch.setenv(variable, str(tmp_path if variable == "HOME" else file))
-    server.login = ("Authorization", basic("jane:s3cret"))
-    with closing(remote(server)) as catalog:
-        assert len(content(catalog)) == 40
-        assert "s3cret" not in catalog.source + catalog.location(0)
-
-
-@pytest.mark.parametrize("how", ["absent", "open to all", "not UTF-8", "a folder", "for any host"])
-def test_a_netrc_without_the_password_matters_only_where_one_is_wanted(
-    server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    monkeypatch.delenv("NETRC", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = tmp_path / ".netrc"
-    if how == "a folder":
-        file.mkdir()
-    elif how != "absent":
-        ending = b"\xff" if how == "not UTF-8" else b"\ndefault login jane password s3cret\n"
-        file.write_bytes(b"machine elsewhere.test login jane password s3cret" + ending)
-        file.chmod(0o644 if how == "open to all" else 0o600)
-    remote(server).close()
-    server.login = ("Authorization", basic("jane:s3cret"))
-    with pytest.raises(UserError, match=r"401 Unauthorized.*~/\.netrc.*chmod 600") as raised:
-        remote(server)
-    assert "s3cret" not in str(raised.value)
+    right = b"machine 127.0.0.1 login jane password s3cret\n"
+    elsewhere = b"machine elsewhere.test login jane password s3cret"
+    of_any = elsewhere + b"\ndefault login jane password s3cret\n"
+    cases = [(None, 0), (of_any, 0o600), (elsewhere + b"\xff", 0o600), (right, 0o600)]
+    cases += [(right, 0o644)] * (variable == "HOME")  # open to all
+    for content_, mode in cases:
+        server.login = ("", "")
+        if content_ is not None:
+            file.write_bytes(content_)
+            file.chmod(mode)
+        remote(server).close()
+        server.login = ("Authorization", basic("jane:s3cret"))
+        if (content_, mode) == (right, 0o600):
+            with closing(remote(server)) as catalog:
+                assert len(content(catalog)) == 40
+                assert "s3cret" not in catalog.source + catalog.location(0)
+            continue
+        with pytest.raises(UserError, match=r"401 Unauthorized.*~/\.netrc.*chmod 600") as raised:
+            remote(server)
+        assert "s3cret" not in str(raised.value)
 
 
 def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:

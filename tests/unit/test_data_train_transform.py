@@ -27,7 +27,7 @@ from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.image_decoder import build_train_pipeline, resizing_inputs
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.prefetcher import BatchPrefetcher, ImageThreadPool
-from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
+from horovod_volo.data.train_transform import PendingTrainBatch, TrainTransform
 
 SEED, EPOCH, SIDE, IMAGES = 3, 2, 64, 60
 RESIZED = 12
@@ -102,9 +102,7 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
     assert 0 < crop_flip.bicubic.sum() < RESIZED
     boxes = crop_flip.stored(crop_flip.boxes, sizes)
     inputs = ([encoded(picture) for picture in pictures], list(boxes[:, :2]), list(boxes[:, 2:]))
-    params = AugmentParams(
-        crop_flip, draw_operations(4, 0, indices, settings), draw_erasures(4, 0, indices, settings, SIDE)
-    )
+    drawn = draw_operations(4, 0, indices, settings), draw_erasures(4, 0, indices, settings, SIDE)
     device = torch.device("cpu")
     with closing(ImageThreadPool(2, "transform")) as threads:
         transform = TrainTransform(
@@ -116,7 +114,8 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
         prefetcher = BatchPrefetcher(build, device, 1, lambda index: None, transform)
         flips = (crop_flip.flip_horizontal, crop_flip.flip_vertical, crop_flip.bicubic)
         inputs += resizing_inputs(*flips) if dali else ()
-        pending = PendingTrainBatch(indices, inputs, Labels(torch.zeros(RESIZED)), params, indices)
+        labels = Labels(torch.zeros(RESIZED))
+        pending = PendingTrainBatch(indices, inputs, labels, indices, crop_flip, *drawn)
         ((_, images),) = prefetcher.batches([lambda: pending])
         prefetcher.close()
     return images

@@ -23,7 +23,7 @@ from torch import Tensor
 from horovod_volo.core.batch import copy_async
 from horovod_volo.core.operators import kernel_of
 from horovod_volo.data.augmentation.operations import NONE, OPERATIONS, Kind, source_matrices
-from horovod_volo.data.augmentation.policy import Mixing, Operations
+from horovod_volo.data.augmentation.policy import Operations
 
 FILTER_REACH = 2  # pixels that the bicubic filter reads on each side of a point
 Groups = dict[tuple[Any, bool | None], list[int]]  # rows of a batch by function and interpolation
@@ -34,29 +34,12 @@ def augment_(images: Tensor, operations: Operations) -> None:
 
     The operations are on the host, so nothing here waits for the device.
     """
-    if operations.mixing is not None:
-        _mix_chains(images, operations, operations.mixing)
-        return
     kernels = kernel_of("augmentation", images)
     if kernels is not None:
         kernels.augment_(images, operations)
         return
     for layer in range(operations.kinds.shape[1]):
         apply_groups(images, operations, layer, groups_of(operations, layer))
-
-
-def _mix_chains(images: Tensor, operations: Operations, mixing: Mixing) -> None:
-    """Mix what the chains of AugMix make of the images, and blend it with them, rounding as Pillow does."""
-    weights = copy_async(mixing.weights, images.device)[..., None, None, None]  # (batch, chains, 1, 1, 1)
-    mixture = torch.zeros_like(images, dtype=torch.float32)
-    for number, chain in enumerate(operations.chains()):
-        changed = images.clone()
-        augment_(changed, chain)
-        mixture.addcmul_(changed.float(), weights[:, number])
-    before = images.float()
-    shares = copy_async(mixing.shares, images.device).view(-1, 1, 1, 1)
-    blended = mixture.clamp_(0, 255).floor_().sub_(before).mul_(shares).add_(before)
-    images.copy_(blended.to(torch.uint8))
 
 
 def apply_groups(images: Tensor, operations: Operations, layer: int, groups: Groups) -> None:

@@ -113,14 +113,6 @@ RAND_V1 = (
     ),
 )
 OPERATIONS: dict[int, Operation] = {int(each): each for each in RAND_V1}  # by number
-
-
-def named(names: str) -> tuple[Operation, ...]:
-    """Return the operations of these names, in their order."""
-    by_name = {operation.name: operation for operation in OPERATIONS.values()}
-    return tuple(by_name[name] for name in names.split())
-
-
 GEOMETRIC = tuple(each for each in OPERATIONS.values() if each.kind is Kind.GEOMETRIC)
 
 

@@ -1,7 +1,6 @@
 """Draws the operations of each training image by the policy that `--aa` names, or those of color jitter.
 
-The notation of the policies, their operations and magnitudes are timm's, so that published settings mean the
-same here. RandAugment is below; AutoAugment, 3-Augment and AugMix are in further_policies.py.
+The notation of RandAugment, its operations and magnitudes are timm's: published settings mean the same here.
 
 Invariant: draws are pure functions of (seed, epoch, sample index).
 """
@@ -9,10 +8,9 @@ Invariant: draws are pure functions of (seed, epoch, sample index).
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,34 +23,18 @@ from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.operations import OPERATIONS, Floats, Kind, Operation
 
 HIGHEST_LEVEL = 10.0
-UNIFORM = math.inf
 _UNIFORM_FROM_MSTD = 100.0  # a larger mstd means a uniform magnitude up to m, as in timm
 _DRAWS_PER_LAYER = 6
 _FIRST_OF_PLUGINS = 1000
 
-# The field that each word of a policy sets, and what makes its value of the number; ValueError: it cannot.
-Words = dict[str, tuple[str, Callable[[float], Any]]]
-
-
-@dataclass(frozen=True, eq=False)
-class Mixing:
-    """How the results of chains of operations are mixed with each other, and then with the image."""
-
-    weights: NDArray[np.float32]  # (batch, chains), of sum 1
-    shares: NDArray[np.float32]  # (batch,) of the mixture; the rest is the image's
-
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """The operations drawn for a batch, in the order of application.
-
-    With `mixing` they are those of chains of equal length, each of which starts from the image.
-    """
+    """The operations drawn for a batch, in the order of application."""
 
     kinds: NDArray[np.int64]  # (batch, layers) numbers of operations, or NONE
     arguments: NDArray[np.float32]  # (batch, layers)
     bicubic: NDArray[np.bool_]  # (batch, layers) interpolation of a geometric operation; else bilinear
-    mixing: Mixing | None = None
 
     @property
     def geometric(self) -> NDArray[np.bool_]:
@@ -61,40 +43,28 @@ class Operations:
 
     def of(self, rows: slice) -> Operations:
         """Return those of some images of the batch."""
-        mixing = self.mixing and Mixing(self.mixing.weights[rows], self.mixing.shares[rows])
-        return Operations(self.kinds[rows], self.arguments[rows], self.bicubic[rows], mixing)
-
-    def chains(self) -> list[Operations]:
-        """Return those of each chain, of operations with `mixing`."""
-        assert self.mixing is not None
-        count = self.mixing.weights.shape[1]
-        parts = [np.split(each, count, axis=1) for each in (self.kinds, self.arguments, self.bicubic)]
-        return [Operations(*chain) for chain in zip(*parts, strict=True)]
+        return Operations(self.kinds[rows], self.arguments[rows], self.bicubic[rows])
 
 
-@dataclass(frozen=True)
-class Policy(ABC):
-    """The parameters of a policy, and how it draws."""
-
-    words: ClassVar[Words]
-
-    @abstractmethod
-    def draw(self, seed: int, epoch: int, indices: NDArray[np.int64], settings: Data) -> Operations:
-        """Draw the operations of each image."""
-
-
-POLICIES: Registry[Policy] = Registry("augmentation policy", "--aa")  # by the first word of --aa
-
-
-def whole_number(value: float) -> int:
-    """Return the integer of a word; raise ValueError for a fraction."""
+def _whole_number(value: float) -> int:
     if not value.is_integer():
         raise ValueError
     return int(value)
 
 
+# The field of RandAugment that each word sets, and what makes its value of the number; ValueError: it cannot.
+_WORDS: dict[str, tuple[str, Callable[[float], Any]]] = {
+    "m": ("magnitude", float),
+    "n": ("layers", _whole_number),
+    "p": ("probability", float),
+    "mstd": ("magnitude_std", float),
+    "mmax": ("max_magnitude", lambda value: value or HIGHEST_LEVEL),
+    "inc": ("increasing", bool),
+}
+
+
 @dataclass(frozen=True)
-class RandAugment(Policy):
+class RandAugment:
     """The parameters of a policy such as rand-m9-mstd0.5-inc1."""
 
     choices: Sequence[Operation] = ops.RAND_V1
@@ -105,28 +75,33 @@ class RandAugment(Policy):
     max_magnitude: float = HIGHEST_LEVEL
     increasing: bool = False
 
-    words = {  # noqa: RUF012
-        "m": ("magnitude", float),
-        "n": ("layers", whole_number),
-        "p": ("probability", float),
-        "mstd": ("magnitude_std", float),
-        "mmax": ("max_magnitude", lambda value: value or HIGHEST_LEVEL),
-        "inc": ("increasing", bool),
-    }
-
     def draw(self, seed: int, epoch: int, indices: NDArray[np.int64], settings: Data) -> Operations:
         """Draw `layers` operations for each image, each one of `choices` or NONE."""
         count = self.layers * _DRAWS_PER_LAYER
         draws = uniforms_of_samples(count, Purpose.RAND_AUGMENT, seed, epoch, indices)
         by_layer = draws.reshape(len(indices), self.layers, _DRAWS_PER_LAYER)
         chosen, applied, angle, radius, sign, filtering = by_layer.transpose(2, 0, 1)  # (batch, layers) each
-        deviation = UNIFORM if self.magnitude_std > _UNIFORM_FROM_MSTD else self.magnitude_std
-        level = levels(self.magnitude, deviation, angle, radius, self.max_magnitude)
-        kinds, arguments = choose(self.choices, chosen, level, sign, increasing=self.increasing)
+        kinds = np.array(self.choices, dtype=np.int64)[np.floor(chosen * len(self.choices)).astype(np.int64)]
+        level, signs = self._levels(angle, radius), np.where(sign < 0.5, -1.0, 1.0)
+        arguments = np.select(
+            [kinds == choice for choice in self.choices],
+            [choice.argument(level, signs, self.increasing) for choice in self.choices],
+        )
         kinds = np.where(applied < self.probability, kinds, ops.NONE)
-        return Operations(kinds, arguments, interpolations(filtering, settings.train_interpolation))
+        bicubic = interpolations(filtering, settings.train_interpolation)
+        return Operations(kinds, arguments.astype(np.float32), bicubic)
+
+    def _levels(self, angle: Floats, radius: Floats) -> Floats:
+        """Return levels from 0 to 1, given two uniform numbers for each."""
+        if self.magnitude_std > _UNIFORM_FROM_MSTD:
+            drawn = self.magnitude * radius
+        else:  # Box-Muller: a normal number from two uniform ones
+            normal = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * math.pi * angle)
+            drawn = self.magnitude + self.magnitude_std * normal
+        return drawn.clip(0, self.max_magnitude) / HIGHEST_LEVEL
 
 
+POLICIES: Registry[RandAugment] = Registry("augmentation policy", "--aa")  # by the first word of --aa
 POLICIES.register("rand", RandAugment())
 
 
@@ -146,18 +121,18 @@ def register_rand_augment(name: str, operations: Sequence[Operation]) -> None:
     POLICIES.register(name, RandAugment(tuple(operations)))
 
 
-def parse_policy(text: str) -> Policy:
-    """Parse timm's syntax of any policy; raise UserError where it is not understood."""
+def parse_policy(text: str) -> RandAugment:
+    """Parse timm's syntax; raise UserError where it is not understood."""
     first, *parts = text.split("-")
     policy = POLICIES.find(first)
     for part in parts:
         word = part.rstrip("0123456789.")
         try:
-            field, value_of = policy.words[word]
+            field, value_of = _WORDS[word]
             policy = replace(policy, **{field: value_of(float(part.removeprefix(word)))})
         except (KeyError, ValueError):
             raise UserError(
-                f"--aa {text}: {part!r} is not known. After {first}, --aa takes {', '.join(policy.words)}, "
+                f"--aa {text}: {part!r} is not known. After {first}, --aa takes {', '.join(_WORDS)}, "
                 "with a number each."
             ) from None
     return policy
@@ -167,10 +142,10 @@ def draw_operations(seed: int, epoch: int, indices: NDArray[np.int64], settings:
     """Draw the operations of each image by --aa; without it, those of color jitter."""
     if settings.aa:
         return parse_policy(settings.aa).draw(seed, epoch, indices, settings)
-    return draw_color_jitter(seed, epoch, indices, settings.color_jitter)
+    return _draw_color_jitter(seed, epoch, indices, settings.color_jitter)
 
 
-def draw_color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], strength: float) -> Operations:
+def _draw_color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], strength: float) -> Operations:
     """Draw factors for brightness, contrast and saturation, and their order."""
     if not strength:
         nothing = np.zeros((len(indices), 0))
@@ -181,35 +156,6 @@ def draw_color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], strengt
     low, high = max(0.0, 1 - strength), 1 + strength
     factors = low + (high - low) * draws[:, 3:]
     return Operations(kinds, factors.astype(np.float32), np.zeros(kinds.shape, dtype=np.bool_))
-
-
-def levels(
-    magnitude: float, std: float, angle: Floats, radius: Floats, largest: float = HIGHEST_LEVEL
-) -> Floats:
-    """Return levels from two uniform numbers: normal about the magnitude; with UNIFORM uniform up to it."""
-    if std == UNIFORM:
-        drawn = magnitude * radius
-    else:  # Box-Muller: a normal number from two uniform ones
-        normal = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * math.pi * angle)
-        drawn = magnitude + std * normal
-    return drawn.clip(0, largest) / HIGHEST_LEVEL
-
-
-def signs(draws: Floats) -> Floats:
-    """Return -1 or 1 for each uniform number."""
-    return np.where(draws < 0.5, -1.0, 1.0)
-
-
-def choose(
-    choices: Sequence[Operation], chosen: Floats, level: Floats, sign: Floats, *, increasing: bool
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return numbers and arguments of operations, given uniform numbers for the choice and the sign."""
-    kinds = np.array(choices, dtype=np.int64)[np.floor(chosen * len(choices)).astype(np.int64)]
-    arguments = np.select(
-        [kinds == choice for choice in choices],
-        [choice.argument(level, signs(sign), increasing) for choice in choices],
-    )
-    return kinds, arguments.astype(np.float32)
 
 
 def interpolations(draws: Floats, interpolation: str) -> NDArray[np.bool_]:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from horovod_volo.data.images.catalog_file import (
     open_file,
 )
 from horovod_volo.data.images.split_folder import (
+    Format,
     HeldOut,
     Split,
     SplitFolder,
@@ -126,15 +128,22 @@ class Catalog:
 
 
 def build_catalog(
-    data_dir: str, split: Split, folder: Path | None, held_out: HeldOut | None = None
+    data_dir: str,
+    split: Split,
+    folder: Path | None,
+    held_out: HeldOut | None = None,
+    *,
+    records: Format | None = None,
 ) -> Catalog:
     """List the images of one split of `data_dir`, or open the catalog in `folder` if it is up to date.
 
-    Without a folder, the catalog is kept in memory.
+    Without a folder, the catalog is kept in memory. With `records`, the split holds shards of this format.
     """
     try:
-        images = find_split(data_dir, split, held_out)
-        return in_memory(images) if folder is None else in_folder(images, folder, split)
+        images = find_split(data_dir, split, held_out, records=records)
+        path = folder and folder / f"{split}-{images.key}.catalog"
+        existing = path and _open_if_valid(path)
+        return existing if existing and existing.state == images.state else list_split(images, path)
     except OSError as error:
         where = "" if folder is None else f" and keep the list in {folder}"
         raise UserError(
@@ -178,23 +187,22 @@ def check_same_classes(train: Catalog, val: Catalog) -> None:
         )
 
 
-def in_memory(images: SplitFolder) -> Catalog:
-    """List the images of a split without a file on a disk."""
+def list_split(images: SplitFolder, path: Path | None) -> Catalog:
+    """List the images of a split into a file, or into memory without a path."""
+    return Catalog(keep_list(lambda file: list_images(images, file.fileno()), path), path)
+
+
+def keep_list(write: Callable[[BinaryIO], object], path: Path | None) -> OpenFile:
+    """Open a list that `write` writes into a file, or into memory without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            write(file)
+        return open_file(path)
     memory = OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
-    list_images(images, memory.descriptor)
-    return Catalog(memory, path=None)
-
-
-def in_folder(images: SplitFolder, folder: Path, split: Split) -> Catalog:
-    """List the images of a split into a folder, or open the list there if it is up to date."""
-    path = folder / f"{split}-{images.key}.catalog"
-    existing = _open_if_valid(path)
-    if existing is not None and existing.state == images.state:
-        return existing
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        list_images(images, file.fileno())
-    return Catalog(open_file(path), path)
+    with os.fdopen(memory.descriptor, "wb", closefd=False) as file:
+        write(file)
+    return memory
 
 
 def _open_if_valid(path: Path) -> Catalog | None:

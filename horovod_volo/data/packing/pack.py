@@ -26,7 +26,7 @@ from horovod_volo.data.packing.packed_split import (
     check_packed,
     pack_split,
 )
-from horovod_volo.data.packing.records import list_records, open_records
+from horovod_volo.data.packing.records import open_records
 from horovod_volo.data.reading import IMAGE_ENDINGS, START_BYTES, UNDECODABLE, ending_of, open_image, to_rgb
 from horovod_volo.data.sampler import packing_order
 
@@ -60,12 +60,7 @@ def pack(
     """
     check_packed(out)
     work = out / WORK
-    catalogs = {
-        split: list_records(str(data_dir), split, work, records)
-        if records
-        else build_catalog(str(data_dir), split, work)
-        for split in FOLDER_NAMES
-    }
+    catalogs = {split: build_catalog(str(data_dir), split, work, records=records) for split in FOLDER_NAMES}
     check_same_classes(catalogs["train"], catalogs["val"])
     left_out = []
     for split, catalog in catalogs.items():

@@ -166,17 +166,17 @@ def _pack_shards(
     """Write the shards that are not finished yet; return all shards in order."""
     finished = {task.shard.name: shard for task in tasks if (shard := _read_finished(task)) is not None}
     remaining = [task for task in tasks if task.shard.name not in finished]
-    done = sum(len(task.indices) for task in tasks) - sum(len(task.indices) for task in remaining)
-    report_done(done)
 
-    def count(_: str, shard: PackedShard) -> None:
-        nonlocal done
-        finished[shard.file] = shard
-        done += shard.images + len(shard.left_out)
-        report_done(done)
+    def report() -> None:
+        report_done(sum(len(task.indices) for task in tasks if task.shard.name in finished))
 
+    def note(name: str, shard: PackedShard) -> None:
+        finished[name] = shard
+        report()
+
+    report()
     try:
-        run_in_processes(_pack_shard, {task.shard.name: (task,) for task in remaining}, workers, count)
+        run_in_processes(_pack_shard, {task.shard.name: (task,) for task in remaining}, workers, note)
     finally:
         for folder in {path.parent for task in remaining for path in (task.shard, task.record)}:
             remove_partials(folder)  # of workers that were killed

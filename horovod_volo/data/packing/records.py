@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from horovod_volo.data.images.catalog import LISTERS, Catalog, in_folder, open_catalog
+from horovod_volo.data.images.catalog import LISTERS, Catalog, open_catalog
 from horovod_volo.data.images.catalog_file import Label, open_file
-from horovod_volo.data.images.split_folder import Format, Split, find_split
+from horovod_volo.data.images.split_folder import Format
 from horovod_volo.data.images.tar_shards import ShardSample, damaged, list_shards
 from horovod_volo.data.reading import START_BYTES, ending_of
 
@@ -55,14 +55,8 @@ class _RecordIOCatalog(Catalog):
         return _class_and_image(content)[1]
 
 
-def list_records(data_dir: str, split: Split, folder: Path, form: Format) -> Catalog:
-    """List the images of one split of shards into a folder, or open the list there if it is up to date."""
-    images = find_split(data_dir, split, records=form)
-    return in_folder(images, folder, split)
-
-
 def open_records(path: Path, digest: str, form: Format) -> Catalog:
-    """Open a list of `list_records` in another process."""
+    """Open a list of shards of this format in another process."""
     catalog = open_catalog(path, digest)
     return _RecordIOCatalog(open_file(path), path) if form == "recordio" else catalog
 
