@@ -210,9 +210,8 @@ def check_kernels() -> Iterator[Finding]:
     choice = import_module("horovod_volo.kernels.choice")
     device = torch.device("cuda", torch.cuda.current_device())
     for check in choice.kernel_checks(config, model, 1000, device):
-        speed, problem = choice.outcome(check)
-        if problem:
+        if problem := choice.find_problem(check):
             remedy = "Runs use PyTorch's operators for it. Report it, with the versions of torch and Triton."
             yield warning(f"the kernel of {check.kernel} {problem}", remedy)
         else:
-            yield ok(f"{check.kernel}: {speed:.1f} times as fast as PyTorch's operators")
+            yield ok(f"{check.kernel}: its kernel computes what PyTorch's operators do")

@@ -96,7 +96,6 @@ class Classification:
             num_classes=num_classes,
             drop_path=settings.drop_path,
             grad_checkpoint=settings.grad_checkpoint,
-            grad_checkpoint_stages=settings.grad_checkpoint_stages,
             aux_head=trains_aux_head(config),
         )
         if settings.sync_bn == "all":
@@ -125,7 +124,7 @@ class Classification:
             eval_loader=eval_loader,
             network=network,
             network_forward=training_forward(network),
-            criterion=build_loss(config.objective, len(data.train.classes), side, data.class_weights),
+            criterion=build_loss(config.objective, len(data.train.classes), side),
             mix=build_mix(config, world),
             autocast=autocast(config.model.precision, resources.device),
         )
@@ -230,7 +229,7 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         """Return pictures of the first images of a micro-batch, the first of a step."""
         mix = self.mix(step, 0)
         classes = self.images.train.classes
-        return _drawing().batch(batch, mix, self.criterion, self.network, classes, self.config)
+        return _drawing().batch(batch, mix, self.criterion, classes, self.config)
 
 
 class Drawing(NamedTuple):

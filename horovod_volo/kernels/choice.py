@@ -1,15 +1,12 @@
 """Which hand-written kernels a run uses: those that its own GPU computes right.
 
 Each is checked at the start, forward and backward at the run's shapes, against PyTorch's operators. Where it
-does not compile or differs, on any rank, all ranks use these operators. Times are reported, but decide
-nothing: a resumed run must compute the same bits.
+does not compile or differs, on any rank, all ranks use these operators.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +24,6 @@ from horovod_volo.models.outlook import Outlook, outlook
 from horovod_volo.models.precision import autocast
 from horovod_volo.objective.soft_target import SoftTarget, cross_entropy
 
-_RUNS = 5
 _ROWS, _ENTRIES = 4096, 24  # of the loss: tokens at most, and classes in a token's target
 # Relative to the norm. Of pixels, some are rounded otherwise by one operation, and changed more by the next.
 _OF_PIXELS, _OF_HALF, _OF_TF32, _OF_FULL = 2e-2, 2e-2, 2e-3, 1e-4
@@ -45,59 +41,37 @@ class Check(NamedTuple):
 def choose_by_check(
     device: torch.device, config: Config, model: nn.Module, num_classes: int, world: World
 ) -> list[str]:
-    """Choose the kernels; return a warning about each that is not used, or slow. Collective on a GPU."""
-    found: list[dict[Operator, tuple[float, str]]] = world.allgather_object(
-        {check.kernel: outcome(check) for check in kernel_checks(config, model, num_classes, device)}
+    """Choose the kernels; return a warning about each that is not used. Collective on a GPU."""
+    problems: list[dict[Operator, str]] = world.allgather_object(
+        {check.kernel: find_problem(check) for check in kernel_checks(config, model, num_classes, device)}
     )
     torch.cuda.reset_peak_memory_stats(device)  # which the log reports
-    # Of the ranks, the one on which it fails, or is slowest, decides.
-    decisive = {kernel: min(of_rank[kernel] for of_rank in found) for kernel in found[0]}
-    use_kernels({kernel: speed for kernel, (speed, problem) in decisive.items() if not problem})
-    slow = "{}: PyTorch's operators are {:.2f} times as fast as its kernel; --kernels plain uses these"
+    of_any_rank = {name: max(found[name] for found in problems) for name in problems[0]}
+    use_kernels(name for name, problem in of_any_rank.items() if not problem)
     return [
-        f"{kernel} is computed by PyTorch's operators: its kernel {problem}"
+        f"{name} is computed by PyTorch's operators: its kernel {problem}"
+        for name, problem in of_any_rank.items()
         if problem
-        else slow.format(kernel, 1 / speed)
-        for kernel, (speed, problem) in decisive.items()
-        if problem or speed < 1
     ]
 
 
-def outcome(check: Check) -> tuple[float, str]:
-    """Return how many times as fast as PyTorch's operators the kernel is, and why it must not be used."""
+def find_problem(check: Check) -> str:
+    """Return why a kernel must not be used, or an empty string."""
     try:
-        use_kernels({})
-        exact = [
-            each.detach().float().requires_grad_() if each.requires_grad else each for each in check.inputs
-        ]
-        expected, plain_seconds = check.compute(*exact), _seconds(check)
-        use_kernels({check.kernel: 1.0})
-        found, seconds = check.compute(*check.inputs), _seconds(check)
+        use_kernels(())
+        expected = check.compute(
+            *(x.detach().float().requires_grad_() if x.requires_grad else x for x in check.inputs)
+        )
+        use_kernels([check.kernel])
+        found = check.compute(*check.inputs)
+        for ours, right in zip(found, expected, strict=True):
+            wanted = right.detach().float()
+            difference = float((ours.detach().float() - wanted).norm() / wanted.norm())
+            if not difference <= check.tolerance:
+                return f"gives results that differ by {difference:.2g} of their norm"
     except Exception as error:  # compilers raise anything
-        return 0.0, f"fails: {type(error).__name__}: {error}".splitlines()[0]
-    for ours, right in zip(found, expected, strict=True):
-        wanted = right.detach().float()
-        difference = float((ours.detach().float() - wanted).norm() / wanted.norm())
-        if not difference <= check.tolerance:
-            return 0.0, f"gives results that differ by {difference:.2g} of their norm"
-    return plain_seconds / seconds, ""
-
-
-def _seconds(check: Check) -> float:
-    """Return the median time of a computation, which has run before."""
-    device, seconds = check.inputs[0].device, []
-    for _ in range(_RUNS):
-        _wait(device)
-        began = time.perf_counter()
-        check.compute(*check.inputs)
-        _wait(device)
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return f"fails: {type(error).__name__}: {error}".splitlines()[0]
+    return ""
 
 
 def kernel_checks(

@@ -9,9 +9,8 @@ intermediate results stay in cache. Invariant: the tables omit pixels outside th
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,7 @@ _CHUNK_WEIGHTS = 2**16  # attention weights that stay in cache
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 
-@dataclass(frozen=True)
-class Bags:
+class Bags(NamedTuple):
     """For each output row, the attention weights and the input rows whose products it sums."""
 
     attention: Tensor  # indices into attention weights (images, sources, windows * heads * targets)
@@ -33,8 +31,7 @@ class Bags:
     starts: Tensor  # offsets of the bags, and the end of the last
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(NamedTuple):
     """Index tables of some images; a row is one head of one pixel."""
 
     to_targets: Bags
@@ -45,18 +42,9 @@ class Tables:
 
 
 @lru_cache(maxsize=32)  # a few MB each at 224 px
-def tables_of(
-    images: int,
-    height: int,
-    width: int,
-    rows: int,
-    columns: int,
-    heads: int,
-    kernel: int,
-    padding: int,
-    stride: int,
-) -> Tables:
-    """Build the tables of images of height x width pixels with rows x columns windows."""
+def build_tables(images: int, height: int, width: int, geometry: tuple[int, ...]) -> Tables:
+    """Build the tables of images of height x width pixels."""
+    rows, columns, heads, kernel, padding, stride = geometry
     across = torch.arange(kernel) - padding
     down = (torch.arange(rows) * stride)[:, None] + across  # (rows, kernel)
     right = (torch.arange(columns) * stride)[:, None] + across
@@ -110,7 +98,7 @@ def outlook_gather(
     chunks = _chunks(attention)
     transposed, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
     for chunk in chunks:
-        tables, weights = tables_of(*values[chunk].shape[:3], *geometry), attention[chunk]
+        tables, weights = _tables(values[chunk], geometry), attention[chunk]
         # The sources come first, as a softmax over an innermost dimension of nine takes three times as long.
         scaled = _exact(logits[chunk]).view(*weights.mT.shape).mT
         torch.softmax(torch.mul(scaled, scale, out=transposed[: len(weights)]), 1, out=weights)
@@ -128,11 +116,9 @@ def outlook_gather_backward(
     of_values, of_logits = values.new_empty(values.shape), _like_logits(values, geometry)
     chunks = _chunks(attention)
     of_attention, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
-    products_of_chunk = attention.new_empty(
-        len(tables_of(*values[chunks[0]].shape[:3], *geometry).sources) + 1
-    )
+    products_of_chunk = attention.new_empty(len(_tables(values[chunks[0]], geometry).sources) + 1)
     for chunk in chunks:
-        tables, weights = tables_of(*values[chunk].shape[:3], *geometry), attention[chunk]
+        tables, weights = _tables(values[chunk], geometry), attention[chunk]
         of_values[chunk] = _summed(tables.to_sources, weights, gradient[chunk], heads, gathered)
         # Pairs outside the image read the last, 0. With beta=0, a NaN of earlier images would remain.
         products = products_of_chunk[: len(tables.sources) + 1].zero_()
@@ -149,6 +135,10 @@ def outlook_gather_backward(
     return of_values, of_logits
 
 
+def _tables(images: Tensor, geometry: list[int]) -> Tables:
+    return build_tables(*images.shape[:3], tuple(geometry))
+
+
 def _chunks(attention: Tensor) -> list[slice]:
     """Return the images to process together, as slices."""
     length = max(1, _CHUNK_WEIGHTS // attention.shape[1:].numel())
@@ -159,15 +149,8 @@ def _summed(bags: Bags, attention: Tensor, image: Tensor, heads: int, gathered: 
     """Return the sums of the bags in the shape of the image."""
     gathered = gathered.view(-1)[: len(bags.attention)]
     torch.index_select(attention.view(-1), 0, bags.attention, out=gathered)
-    sums = F.embedding_bag(
-        bags.rows,
-        _rows(image, heads),
-        bags.starts,
-        mode="sum",
-        per_sample_weights=gathered,
-        include_last_offset=True,
-    )
-    return sums.view(image.shape)
+    options: dict[str, Any] = {"mode": "sum", "per_sample_weights": gathered, "include_last_offset": True}
+    return F.embedding_bag(bags.rows, _rows(image, heads), bags.starts, **options).view(image.shape)
 
 
 def _rows(image: Tensor, heads: int) -> Tensor:

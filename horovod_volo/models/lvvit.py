@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.models.blocks import Mlp, TwoBranches, sample_drop_path, stem_input
-from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
+from horovod_volo.models.registry import ModelSpec, register_model
 from horovod_volo.models.volo import TwoHeads, build_network, fit_position_embedding, run_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
@@ -182,6 +182,6 @@ for _name, _settings in LVVIT_SIZES.items():
             heads=("head", "aux_head"),
             crop_pct=0.9 if _name in ("lvvit_t", "lvvit_s") else 1.0,
             adapt_weights=fit_position_embedding,
-            export=TimmExport(_name, _settings, "patch_embed.conv1"),
+            arguments=_settings,
         )
     )

@@ -7,7 +7,7 @@ A family of models is one file that ends with `register_model`, and its names in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -36,16 +36,6 @@ class TokenModel(Protocol):
     class_logits: Callable[..., tuple[Tensor, Tensor]]  # a Forward without token logits
 
 
-@dataclass(frozen=True)
-class TimmExport:
-    """How timm loads an exported model."""
-
-    architecture: str  # timm's name of the model, if timm has it; otherwise the export is under our name
-    arguments: Mapping[str, Any]  # of the constructor, besides classes and image size
-    first_conv: str  # name of the first convolution
-    constructor: Callable[..., nn.Module] | None = None  # timm's class, where timm has no such architecture
-
-
 def unchanged(model: nn.Module, state: State) -> tuple[dict[str, Tensor], list[str]]:  # noqa: ARG001
     """Return weights as they are."""
     return dict(state), []
@@ -66,7 +56,9 @@ class ModelSpec:
     std: tuple[float, ...] = IMAGENET_DEFAULT_STD
     interpolation: str = "bicubic"  # of resizing for evaluation: "bicubic" or "bilinear"
     adapt_weights: AdaptWeights = unchanged
-    export: TimmExport | None = None
+    timm_name: str = ""  # of the architecture, for exports, if timm has it
+    timm_class: Callable[..., nn.Module] | None = None  # that takes `arguments`, if timm has it
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of it, besides classes and image size
 
 
 class NormsOverRanks(NamedTuple):

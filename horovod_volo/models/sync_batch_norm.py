@@ -45,6 +45,10 @@ class Moments(NamedTuple):
 class SyncBatchNorm(nn.BatchNorm2d):
     """Batch norm over ranks once `ranks` is set and has more than one; until then torch's own."""
 
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
     ranks: RankSums | None = None
     name = ""  # of its exchanges, the same on all ranks
     moments: Moments | None = None  # of the last forward
@@ -89,10 +93,9 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
 
 
 def _normalize_alone(layer: SyncBatchNorm, maps: Tensor) -> Tensor:
-    mean, variance = layer.running_mean, layer.running_var
-    if layer.training and _is_repeated() and mean is not None and variance is not None:
+    if layer.training and _is_repeated():
         scale, shift, eps = layer.weight, layer.bias, layer.eps
-        return F.batch_norm(maps, mean.clone(), variance.clone(), scale, shift, training=True, eps=eps)
+        return F.batch_norm(maps, None, None, scale, shift, training=True, eps=eps)
     return nn.BatchNorm2d.forward(layer, maps)
 
 
@@ -105,40 +108,25 @@ def _moments(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], ranks: R
     if _is_repeated() and all(layer.moments is not None for layer in layers):
         return [layer.moments for layer in layers if layer.moments is not None]
     with torch.no_grad():
-        row = torch.cat([part for maps in inputs for part in _own_moments(maps)])
-        gathered = ranks.gather(row, f"{layers[0].name}.forward")  # (ranks, length)
-        found, first = [], 0
-        for layer in layers:
-            channels = layer.num_features
-            counts = gathered[:, first : first + 1]
-            means = gathered[:, first + 1 : first + 1 + channels]
-            squares = gathered[:, first + 1 + channels : first + 1 + 2 * channels]
-            first += 1 + 2 * channels
+        own = [part for maps in inputs for part in _own_moments(maps)]
+        gathered = ranks.gather(torch.cat(own), f"{layers[0].name}.forward")  # (ranks, length)
+        parts = iter(torch.split(gathered, [len(part) for part in own], dim=1))
+        for layer, counts, means, squares in zip(layers, parts, parts, parts, strict=True):
             count = counts.sum()
             mean = (counts / count * means).sum(dim=0)
-            squares = squares.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
-            layer.moments = Moments(count, mean, squares)
-            _move_averages(layer, layer.moments)
-            found.append(layer.moments)
-    return found
+            of_all = squares.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
+            layer.moments = Moments(count, mean, of_all)
+            if layer.track_running_stats:
+                layer.num_batches_tracked.add_(1)
+                layer.running_mean.lerp_(mean, layer.momentum)
+                layer.running_var.lerp_(of_all / (count - 1), layer.momentum)
+    return [layer.moments for layer in layers if layer.moments is not None]
 
 
 def _own_moments(maps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     pixels = maps.numel() // maps.shape[1]
     variance, mean = torch.var_mean(_wide(maps), dim=(0, 2, 3), correction=0)
     return mean.new_full((1,), pixels), mean, variance * pixels
-
-
-def _move_averages(layer: SyncBatchNorm, moments: Moments) -> None:
-    if not layer.track_running_stats:
-        return
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    assert layer.num_batches_tracked is not None
-    assert layer.momentum is not None
-    layer.num_batches_tracked.add_(1)
-    layer.running_mean.lerp_(moments.mean, layer.momentum)
-    layer.running_var.lerp_(moments.squares / (moments.pixels - 1), layer.momentum)
 
 
 class _NormalizeOverRanks(torch.autograd.Function):

@@ -77,6 +77,13 @@ def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str,
     assert parse(["--recipe", recipe_of(tmp_path, both)]).config.model.precision == "bf16"
 
 
+def test_settings_that_were_removed_may_have_the_value_that_changes_nothing(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, '[objective]\nclass_weights = ""\n[update]\ncycle_up = 0.45\n')
+    assert parse(["--recipe", recipe]).config.update == Config().update
+    with pytest.raises(UserError, match="unknown key 'class_weights'"):
+        parse(["--recipe", recipe_of(tmp_path, '[objective]\nclass_weights = "balanced"\n')])
+
+
 @pytest.mark.parametrize(
     "flags", ["images --recipe demo --epochs 7 --scale 0.1 0.9", "--model lvvit_s --name a"]
 )

@@ -25,12 +25,8 @@ from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective import soft_target
-from horovod_volo.objective.binary_cross_entropy import (
-    above,
-    binary_cross_entropy,
-    binary_cross_entropy_in_place,
-)
-from horovod_volo.objective.loss import build_loss, check_threshold
+from horovod_volo.objective.binary_cross_entropy import above, binary_cross_entropy
+from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import NO_BOX
 from horovod_volo.objective.soft_target import SoftTarget, blend, one_hot
 
@@ -66,7 +62,7 @@ def test_it_equals_the_dense_formula(
     expected = dense_loss(exact, published.dense(target, 1001))
     (expected * of_rows).sum().backward()
     logits = leaf * 1
-    loss = (binary_cross_entropy_in_place if in_place else binary_cross_entropy)(logits, target)
+    loss = binary_cross_entropy(logits, target, overwrite=in_place)
     (grad,) = torch.autograd.grad((loss * of_rows).sum(), logits)
     assert loss.dtype == torch.float32
     assert (grad.data_ptr() == logits.data_ptr()) == in_place
@@ -129,6 +125,6 @@ def test_tokens_without_maps_have_the_class_of_the_image_above_the_threshold() -
 
 def test_a_threshold_below_the_smoothed_target_of_every_class_is_refused() -> None:
     settings = Objective(loss="bce", smoothing=0.1, bce_target_threshold=0.01)
-    check_threshold(settings, 1000)
+    build_loss(settings, 1000, SIDE)
     with pytest.raises(UserError, match="--bce-target-threshold"):
-        check_threshold(settings, 10)
+        build_loss(settings, 10, SIDE)
