@@ -44,25 +44,16 @@ class PixelOp(IntEnum):
     AUTO_CONTRAST = auto()  # from here to CONTRAST: by a table of the image's statistics
     EQUALIZE = auto()
     CONTRAST = auto()
-    ALONG_X = auto()  # matrix: pixels per row, pixels
-    ALONG_Y = auto()
+    WARP_ALONG_X = auto()  # matrix: pixels per row, pixels
+    WARP_ALONG_Y = auto()
     ROTATE = auto()  # matrix: from pixels to coordinates from -1 to 1, the last column less 1
 
 
+# By the operation's function, which has the same name.
 _PIXEL_OPS: dict[Any, PixelOp] = {
-    color_ops.auto_contrast: PixelOp.AUTO_CONTRAST,
-    color_ops.equalize: PixelOp.EQUALIZE,
-    color_ops.invert: PixelOp.INVERT,
-    color_ops.posterize: PixelOp.POSTERIZE,
-    color_ops.solarize: PixelOp.SOLARIZE,
-    color_ops.solarize_add: PixelOp.SOLARIZE_ADD,
-    color_ops.brightness: PixelOp.BRIGHTNESS,
-    color_ops.contrast: PixelOp.CONTRAST,
-    color_ops.color: PixelOp.COLOR,
-    color_ops.sharpness: PixelOp.SHARPNESS,
-    geometric_ops.rotate: PixelOp.ROTATE,
-    geometric_ops.warp_along_x: PixelOp.ALONG_X,
-    geometric_ops.warp_along_y: PixelOp.ALONG_Y,
+    getattr(color_ops if op < PixelOp.WARP_ALONG_X else geometric_ops, op.name.lower()): op
+    for op in PixelOp
+    if op
 }
 
 
@@ -166,7 +157,9 @@ def _parameters(operations: Operations, layer: int, shape: Sequence[int]) -> NDA
     rows[:, 0], rows[:, 1], rows[:, 2] = ops, operations.bicubic[:, layer], arguments
     masks = ops == PixelOp.POSTERIZE
     rows[masks, 2] = np.floor(256 - 2 ** (8 - arguments[masks])) % 256
-    turned, along_x, along_y = (ops == op for op in (PixelOp.ROTATE, PixelOp.ALONG_X, PixelOp.ALONG_Y))
+    turned, along_x, along_y = (
+        ops == op for op in (PixelOp.ROTATE, PixelOp.WARP_ALONG_X, PixelOp.WARP_ALONG_Y)
+    )
     scaled = (matrices * np.array([[2 / width], [2 / height]])).astype(np.float32)
     scaled[:, :, 2] -= 1
     rows[turned, 3:] = scaled[turned].reshape(-1, 6)

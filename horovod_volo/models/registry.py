@@ -21,11 +21,9 @@ State = Mapping[str, Tensor]
 AdaptWeights = Callable[[nn.Module, State], tuple[dict[str, Tensor], list[str]]]
 
 
-class BuildModel(Protocol):
-    """The constructor of a model with fresh weights."""
-
-    def __call__(self, *, img_size: int, num_classes: int, drop_path: float, aux_head: bool) -> nn.Module:
-        """Build the model; `aux_head` asks for token logits, of a model that has a `stride`."""
+# (img_size=, num_classes=, drop_path=, aux_head=) -> a model with fresh weights; `aux_head` asks for token
+# logits, of a model that has a `stride`.
+BuildModel = Callable[..., nn.Module]
 
 
 @runtime_checkable

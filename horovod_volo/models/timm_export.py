@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,13 +51,12 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder` at the end of the block, or is removed if it raises."""
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    beside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
+    beside.mkdir()
     try:
-        mode = folder.parent.stat().st_mode & 0o777  # a temporary folder is readable by its owner only
-        beside.chmod(mode | 0o700)
         yield beside
         for file in beside.iterdir():
-            file.chmod(mode & 0o666 | 0o600)
+            file.chmod(beside.stat().st_mode & 0o666)  # safetensors writes files for their owner alone
             flush(file)
         flush(beside)
         check_folder(folder, replace=replace)  # again: another process may have created it

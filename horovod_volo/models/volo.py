@@ -9,19 +9,18 @@ head. Parameter names and the results of evaluation are timm's, so checkpoints a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from horovod_volo.models.blocks import Attention, Block, DropPathSample, sample_drop_path, stem_input
 from horovod_volo.models.outlook import Outlook
 from horovod_volo.models.registry import ModelSpec, State, register_model
-from horovod_volo.models.timm_api import VOLO
+from horovod_volo.models.timm_api import VOLO, resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 
 TokenSwap = Callable[[Tensor], Tensor]  # of a grid (batch, rows, columns, channels); its own inverse
 
@@ -106,9 +105,9 @@ class TwoHeads:
 class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
     """timm's VOLO with a training forward."""
 
-    def __init__(self, *, use_aux_head: bool = True, **settings: Any) -> None:
-        super().__init__(**settings)
-        if not use_aux_head:
+    def __init__(self, *, drop_path: float = 0.0, aux_head: bool = True, **settings: Any) -> None:
+        super().__init__(drop_path_rate=drop_path, **settings)
+        if not aux_head:
             # Removed after the weights are drawn: the other weights are the same with and without it.
             self.aux_head = None
         for number, stage in enumerate(self.network):
@@ -159,32 +158,21 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
 
 def fit_position_embedding(model: nn.Module, state: State) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights with `pos_embed` reshaped or resized to the model's if possible, and messages."""
-    given = dict(state)
+    given, messages = dict(state), list[str]()
     old, new = given.get("pos_embed"), model.state_dict()["pos_embed"]
     if old is None or old.shape == new.shape or old.shape[:1] != (1,) or not old.numel():
         return given, []
-    reshaped: list[str] = []
-    if old.ndim == 3 and new.ndim == 4:
-        old, reshaped = _as_grid(old)
-        given["pos_embed"] = old
-    if old.shape == new.shape:
-        return given, reshaped
-    if old.ndim != new.ndim or old.shape[-1] != new.shape[-1]:
-        return given, []
-    old_grid, grid = _grid(old), _grid(new)
-    if not (old_grid and grid):
-        return given, []
-    given["pos_embed"] = resize_position_embedding(old, old_grid, grid)
-    sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))
-    return given, [*reshaped, f"position embedding resized from {' to '.join(sizes)}"]
-
-
-def _as_grid(embedding: Tensor) -> tuple[Tensor, list[str]]:
-    """Reshape (1, tokens, channels), without a class token, to a square grid, as in published weights."""
-    side = math.isqrt(embedding.shape[1])
-    if side * side != embedding.shape[1]:
-        return embedding, []
-    return embedding.reshape(1, side, side, -1), [f"position embedding laid out as {side} x {side} tokens"]
+    if old.ndim == 3 and new.ndim == 4 and (side := math.isqrt(old.shape[1])) ** 2 == old.shape[1]:
+        # Without a class token, as in published weights.
+        old = given["pos_embed"] = old.reshape(1, side, side, -1)
+        messages.append(f"position embedding laid out as {side} x {side} tokens")
+    if old.shape != new.shape and old.ndim == new.ndim and old.shape[-1] == new.shape[-1]:
+        grids = _grid(old), _grid(new)
+        if grids[0] and grids[1]:
+            given["pos_embed"] = resize_position_embedding(old, *grids)
+            sizes = (f"{rows} x {columns}" for rows, columns in grids)
+            messages.append(f"position embedding resized from {' to '.join(sizes)}")
+    return given, messages
 
 
 def _grid(embedding: Tensor) -> tuple[int, int] | None:
@@ -200,32 +188,9 @@ def resize_position_embedding(embedding: Tensor, old: tuple[int, int], grid: tup
 
     It is (1, rows, columns, channels), or (1, 1 + rows * columns, channels), whose first token stays.
     """
-    channels = embedding.shape[-1]
-    prefix = embedding[:, :0] if embedding.ndim == 4 else embedding[:, :1]
-    tokens = embedding if embedding.ndim == 4 else embedding[:, 1:]
-    channels_first = tokens.reshape(1, *old, channels).permute(0, 3, 1, 2).float()
-    resized = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)
-    tokens = resized.permute(0, 2, 3, 1).to(embedding.dtype)  # (1, rows, columns, channels)
-    return tokens if embedding.ndim == 4 else torch.cat([prefix, tokens.flatten(1, 2)], dim=1)
-
-
-def build_network(
-    constructor: Callable[..., nn.Module],
-    settings: Mapping[str, Any],
-    *,
-    img_size: int,
-    num_classes: int,
-    drop_path: float,
-    aux_head: bool,
-) -> nn.Module:
-    """Build a network of this class, with the settings of its size."""
-    return constructor(
-        img_size=img_size,
-        num_classes=num_classes,
-        drop_path_rate=drop_path,
-        use_aux_head=aux_head,
-        **settings,
-    )
+    if embedding.ndim == 4:
+        return resample_abs_pos_embed_nhwc(embedding, list(grid), antialias=False)
+    return resample_abs_pos_embed(embedding, list(grid), list(old), antialias=False)
 
 
 # Above 1 the evaluation crop is larger than the resized image, and its margin is black.
@@ -235,7 +200,7 @@ for _name, _settings in SIZES.items():
     register_model(
         ModelSpec(
             name=_name,
-            build=partial(build_network, Volo, _settings),
+            build=partial(Volo, **_settings),
             stride=16,  # the stem divides by 8, the downsampling by 2
             heads=("head", "aux_head"),
             crop_pct=_CROP_PCT.get(_name, 0.96),

@@ -24,7 +24,7 @@ def volo(drop_path: float) -> Volo:
         stem_hidden_dim=8,
         img_size=64,
         num_classes=10,
-        drop_path_rate=drop_path,
+        drop_path=drop_path,
     )
 
 
@@ -38,7 +38,7 @@ def lvvit(drop_path: float) -> LvVit:
         residual_divisor=2.0,
         img_size=64,
         num_classes=10,
-        drop_path_rate=drop_path,
+        drop_path=drop_path,
     )
 
 

@@ -94,7 +94,7 @@ def test_blocks_of_a_kind_have_one_graph_on_a_gpu(
     torch.manual_seed(0)
     layers = {"layers": (4, 4, 8, 2), "embed_dims": (48, 96, 96, 96), "num_heads": (2, 4, 4, 4)}
     model, counter = (
-        Volo(img_size=32, num_classes=5, drop_path_rate=rate, **layers).train(),
+        Volo(img_size=32, num_classes=5, drop_path=rate, **layers).train(),
         compile_counter(),
     )
     compile_blocks(model, counter)

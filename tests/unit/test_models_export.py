@@ -129,7 +129,7 @@ def test_the_exportable_copy_has_the_same_logits_and_its_own_weights() -> None:
 def small_lvvit() -> nn.Module:
     torch.manual_seed(0)
     settings = LVVIT_SIZES["lvvit_t"] | {"layers": 2}
-    network = LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **settings)
+    network = LvVit(img_size=64, num_classes=10, drop_path=0.0, **settings)
     return perturbed(network).eval().requires_grad_(False)
 
 

@@ -23,7 +23,7 @@ DEMO: dict[str, Any] = {
 def on_meta(name: str, *, img_size: int = 224, drop_path: float = 0.0) -> LvVit:
     """Build a network without the memory for its weights."""
     with torch.device("meta"):
-        return LvVit(img_size=img_size, num_classes=1000, drop_path_rate=drop_path, **LVVIT_SIZES[name])
+        return LvVit(img_size=img_size, num_classes=1000, drop_path=drop_path, **LVVIT_SIZES[name])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_weights_have_the_published_names_and_shapes() -> None:
 
 def test_initial_weights_have_the_published_distributions() -> None:
     torch.manual_seed(0)
-    model = LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **DEMO | {"embed_dim": 192})
+    model = LvVit(img_size=64, num_classes=10, drop_path=0.0, **DEMO | {"embed_dim": 192})
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert len(linear) == 3 * 4 + 2
     drawn = torch.cat([module.weight.flatten() for module in linear])

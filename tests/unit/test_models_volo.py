@@ -13,6 +13,7 @@ from torch import Tensor
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.core.errors import UserError
+from horovod_volo.models.blocks import Block
 from horovod_volo.models.build import build_model, check_model, spec_of
 from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.volo import Volo
@@ -35,7 +36,7 @@ def demo() -> Volo:
 
 def demo_of_lvvit() -> LvVit:
     torch.manual_seed(0)
-    return perturbed(LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **LVVIT_DEMO), strength=0.05)
+    return perturbed(LvVit(img_size=64, num_classes=10, drop_path=0.0, **LVVIT_DEMO), strength=0.05)
 
 
 LVVIT_DEMO: dict[str, Any] = {
@@ -161,10 +162,10 @@ def test_the_training_logits_give_every_weight_a_gradient(build: Callable[[], Vo
 def test_stochastic_depth_rises_over_the_transformers_only(name: str, rate: float) -> None:
     outlookers, transformers = {"volo_d1": (4, 14), "volo_d5": (12, 36)}[name]
     model = on_meta(name, img_size=224, drop_path=rate)
-    rates = {key: module.drop_prob for key, module in model.named_modules() if isinstance(module, DropPath)}
-    assert all(key.startswith("network.") and not key.startswith("network.0.") for key in rates)
-    per_branch = [rates[key] for key in rates if key.endswith("drop_path1")]
-    assert [rates[key] for key in rates if key.endswith("drop_path2")] == per_branch
+    rates = [module.rates for module in model.modules() if isinstance(module, Block)]
+    assert rates[:outlookers] == [[0.0, 0.0]] * outlookers
+    assert all(first == second for first, second in rates)
+    per_branch = [first for first, _ in rates[outlookers:]]
     blocks = outlookers + transformers
     expected = [rate * block / (blocks - 1) for block in range(outlookers, blocks)]
     assert per_branch == pytest.approx(expected)
