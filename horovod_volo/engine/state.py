@@ -108,7 +108,7 @@ def build_state(
     freeze(model, settings.freeze, heads)
     start_training(model.to(device))
     set_tf32(config.model.precision)
-    warnings += fix_convolutions(model, config.model.precision, device)
+    fix_convolutions(model, config.model.precision, device)
     reducer = REDUCERS.find("sharded" if update.shard_optimizer else "whole")(
         model,
         world,

@@ -88,49 +88,38 @@ def kernel_checks(
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random, device=device).to(dtype).requires_grad_()
 
+    def mix(values: Tensor, logits: Tensor) -> list[Tensor]:
+        assert layer is not None
+        mixed = outlook(values, logits, layer.geometry(logits), layer.scale)
+        return [mixed, *torch.autograd.grad(mixed.sum() + mixed.square().sum(), [values, logits])]
+
     layer = next((module for module in model.modules() if isinstance(module, Outlook)), None)
     if layer is not None:
         pixels, windows = side // 8, -(-(side // 8) // layer.stride)
         values = drawn(batch, pixels, pixels, layer.v.in_features)
         logits = drawn(batch, windows, windows, layer.attn.out_features)
-        yield Check("outlook attention", [values, logits], _outlook_of(layer), tolerance)
+        yield Check("outlook attention", [values, logits], mix, tolerance)
     rows = min(_ROWS, batch * (side // 16) ** 2 if config.objective.token_label else batch)
     ids = torch.randint(num_classes, (rows, _ENTRIES), generator=random, device=device)
     weights = torch.rand(ids.shape, generator=random, device=device)
     target = SoftTarget(torch.full((rows,), 0.1 / num_classes, device=device), ids, weights)
-    yield Check("loss", [drawn(rows, num_classes)], _loss_of(target), tolerance)
-    images = torch.randint(256, (batch, 3, side, side), generator=random, device=device, dtype=torch.uint8)
-    yield Check("augmentation", [images], _augmentation_of(config, device), _OF_PIXELS)
 
-
-def _outlook_of(layer: Outlook) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    def compute(values: Tensor, logits: Tensor) -> list[Tensor]:
-        mixed = outlook(values, logits, layer.geometry(logits), layer.scale)
-        return [mixed, *torch.autograd.grad(mixed.sum() + mixed.square().sum(), [values, logits])]
-
-    return compute
-
-
-def _loss_of(target: SoftTarget) -> Callable[[Tensor], list[Tensor]]:
-    def compute(logits: Tensor) -> list[Tensor]:
+    def lose(logits: Tensor) -> list[Tensor]:
         loss = cross_entropy(logits, target)
         return [loss, *torch.autograd.grad(loss.sum(), [logits])]
 
-    return compute
-
-
-def _augmentation_of(config: Config, device: torch.device) -> Callable[[Tensor], list[Tensor]]:
-    side, indices = config.model.img_size, np.arange(config.data.batch_size)
-    operations = draw_operations(0, 0, indices, config.data)
+    yield Check("loss", [drawn(rows, num_classes)], lose, tolerance)
+    operations = draw_operations(0, 0, indices := np.arange(batch), config.data)
     erasures = draw_erasures(0, 0, indices, config.data, side)
     eraser, std = Eraser(0, config.data, side, device), torch.ones(3, 1, 1, device=device)
 
-    def compute(images: Tensor) -> list[Tensor]:
+    def augment_and_normalize(images: Tensor) -> list[Tensor]:
         augmented = images.clone()
         augment_(augmented, operations)
         return [eraser.normalize(augmented, 0 * std, std, erasures)]
 
-    return compute
+    images = torch.randint(256, (batch, 3, side, side), generator=random, device=device, dtype=torch.uint8)
+    yield Check("augmentation", [images], augment_and_normalize, _OF_PIXELS)
 
 
 CHOICES.register("auto", choose_by_check)

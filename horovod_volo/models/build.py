@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 from horovod_volo.models import volo  # noqa: F401  # registers its models
-from horovod_volo.models.registry import ModelSpec, TokenModel, registered_model, registered_models
+from horovod_volo.models.registry import MODELS, ModelSpec, TokenModel, registered_model
 from horovod_volo.models.timm_api import (
     adapted_by_timm,
     create_model,
@@ -40,7 +40,7 @@ def spec_of(name: str) -> ModelSpec:
         return spec
     if is_model(name):
         return _timm_spec(name)
-    ours = registered_models()
+    ours = MODELS.names()
     raise UserError(
         f"There is no model {name!r}.{nearest(name, [*ours, *list_models()])} Models: {', '.join(ours)}, and "
         "timm's. A model of your own needs --plugin."
@@ -64,7 +64,7 @@ def _with_tokens(name: str) -> str:
     own = our_name(name)
     if own != name:
         return f"Use --model {own}, which has the same parameters and gives them."
-    with_tokens = [other for other in registered_models() if spec_of(other).stride]
+    with_tokens = [other for other in MODELS.names() if spec_of(other).stride]
     return f"Add --no-token-label --no-mix-token, or use one of {', '.join(with_tokens)}."
 
 

@@ -168,10 +168,6 @@ class LvVit(TwoHeads, nn.Module):
         """Turn activation checkpointing of blocks on or off."""
         self.grad_checkpointing = enable
 
-    def get_classifier(self) -> nn.Module:
-        """Return the head of the class token."""
-        return self.head
-
 
 for _name, _settings in LVVIT_SIZES.items():
     register_model(

@@ -86,8 +86,3 @@ def register_model(spec: ModelSpec) -> None:
 def registered_model(name: str) -> ModelSpec | None:
     """Return what was registered under a name."""
     return MODELS.find(name) if name in MODELS.names() else None
-
-
-def registered_models() -> tuple[str, ...]:
-    """Return the names of all registered models."""
-    return tuple(MODELS.names())

@@ -73,8 +73,9 @@ def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
     """Write the weights and config.json of a model."""
     # Copies, as safetensors does not store tensors that share memory.
     state = {name: tensor.contiguous().clone() for name, tensor in trained.network.state_dict().items()}
-    header = PixelStatistics(trained.mean, trained.std).header(trained.crop_mode, trained.crop_pct)
-    save_file(state, folder / WEIGHTS, metadata=header_of(trained.class_names) | header)
+    statistics = PixelStatistics(trained.mean, trained.std)
+    header = header_of(trained.class_names, statistics, trained.crop_mode, trained.crop_pct)
+    save_file(state, folder / WEIGHTS, metadata=header)
     text = json.dumps(config_of(trained), indent=2)
     (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")
 

@@ -71,14 +71,9 @@ class TwoHeads:
     head: nn.Module
     aux_head: nn.Linear | None  # gives token logits, which token labels need
     grid: tuple[int, int]  # rows and columns of tokens
-
-    def stem(self, images: Tensor) -> Tensor:
-        """Return a grid of tokens (batch, rows, columns, channels)."""
-        raise NotImplementedError
-
-    def body(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
-        """Return normalized features (batch, 1 + tokens, channels) of a grid, the class token first."""
-        raise NotImplementedError
+    stem: Callable[[Tensor], Tensor]  # images -> a grid of tokens (batch, rows, columns, channels)
+    # (grid, drop path seed) -> normalized features (batch, 1 + tokens, channels), the class token first
+    body: Callable[..., Tensor]
 
     def training_logits(
         self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None

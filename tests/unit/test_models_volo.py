@@ -104,7 +104,7 @@ def test_evaluation_adds_half_the_best_token_to_the_class(build: Callable[[], Vo
     torch.testing.assert_close(both, model(random_images(3, 64)), rtol=0, atol=1e-6)
     features = model.forward_features(random_images(3, 64))  # (batch, 1 + tokens, channels)
     torch.testing.assert_close(token_logits, model.aux_head(features[:, 1:]), rtol=0, atol=1e-6)
-    assert torch.equal(class_logits, model.get_classifier()(features[:, 0]))
+    assert torch.equal(class_logits, model.head(features[:, 0]))
 
 
 @BOTH
