@@ -113,21 +113,9 @@ def _grid(images: Tensor) -> tuple[int, int]:
     return -(-images.shape[2] * images.shape[3] // _BLOCK), len(images)
 
 
-@statistics_tables.register_fake
-def _fake_statistics_tables(images: Tensor, _parameters: Tensor) -> Tensor:
-    return _tables(images)
-
-
-@apply_layer.register_fake
-def _fake_apply_layer(_result: Tensor, _images: Tensor, _parameters: Tensor, _tables: Tensor) -> None:
-    pass
-
-
-@normalize_images.register_fake
-def _fake_normalize_images(
-    images: Tensor, _mean: Tensor, _std: Tensor, _boxes: Tensor, _noise: Tensor, _mode: str
-) -> Tensor:
-    return torch.empty_like(images, dtype=torch.float32)
+statistics_tables.register_fake(lambda images, _parameters: _tables(images))
+apply_layer.register_fake(lambda *_: None)
+normalize_images.register_fake(lambda images, *_: torch.empty_like(images, dtype=torch.float32))
 
 
 def augment_(images: Tensor, operations: Operations) -> None:

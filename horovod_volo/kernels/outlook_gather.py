@@ -92,9 +92,8 @@ def outlook_gather(
 
     `geometry` is rows and columns of windows, heads, kernel, padding, stride.
     """
-    places = geometry[3] ** 2
-    values, logits, mixed = values.contiguous(), logits.contiguous(), values.new_empty(values.shape)
-    attention = _exact(logits.new_empty(0)).new_empty(len(values), places, logits.shape[1:].numel() // places)
+    values, logits = values.contiguous(), logits.contiguous()
+    mixed, attention = outputs = _outputs(values, logits, geometry)
     chunks = _chunks(attention)
     transposed, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
     for chunk in chunks:
@@ -103,7 +102,7 @@ def outlook_gather(
         scaled = _exact(logits[chunk]).view(*weights.mT.shape).mT
         torch.softmax(torch.mul(scaled, scale, out=transposed[: len(weights)]), 1, out=weights)
         mixed[chunk] = _summed(tables.to_targets, weights, values[chunk], geometry[2], gathered)
-    return mixed, attention
+    return outputs
 
 
 @torch.library.custom_op("horovod_volo::outlook_gather_backward", mutates_args=(), device_types="cpu")
@@ -113,7 +112,7 @@ def outlook_gather_backward(
     """Return the gradients of the values and of the logits."""
     heads = geometry[2]
     gradient, values = gradient.contiguous(), values.contiguous()
-    of_values, of_logits = values.new_empty(values.shape), _like_logits(values, geometry)
+    of_values, of_logits = gradients = _gradients(values, geometry)
     chunks = _chunks(attention)
     of_attention, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
     products_of_chunk = attention.new_empty(len(_tables(values[chunks[0]], geometry).sources) + 1)
@@ -132,7 +131,7 @@ def outlook_gather_backward(
         torch.index_select(products, 0, tables.pairs, out=of_weights.view(-1))
         of_softmax = torch._softmax_backward_data(of_weights, weights, 1, attention.dtype)
         of_logits[chunk].view(*weights.mT.shape).mT.copy_(of_softmax)
-    return of_values, of_logits
+    return gradients
 
 
 def _tables(images: Tensor, geometry: list[int]) -> Tables:
@@ -162,23 +161,16 @@ def _exact(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _like_logits(values: Tensor, geometry: list[int]) -> Tensor:
-    rows, columns, heads, kernel = geometry[:4]
-    return values.new_empty((values.shape[0], rows, columns, heads * kernel**4))
-
-
-@outlook_gather.register_fake
-def _fake(values: Tensor, logits: Tensor, geometry: list[int], _: float) -> tuple[Tensor, Tensor]:
+def _outputs(values: Tensor, logits: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
     rows, columns, heads, kernel = geometry[:4]
     shape = (values.shape[0], kernel**2, rows * columns * heads * kernel**2)
     return values.new_empty(values.shape), _exact(logits.new_empty(0)).new_empty(shape)
 
 
-@outlook_gather_backward.register_fake
-def _fake_backward(
-    _: Tensor, values: Tensor, _attention: Tensor, geometry: list[int], _scale: float
-) -> tuple[Tensor, Tensor]:
-    return values.new_empty(values.shape), _like_logits(values, geometry)
+def _gradients(values: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
+    rows, columns, heads, kernel = geometry[:4]
+    shape = (values.shape[0], rows, columns, heads * kernel**4)
+    return values.new_empty(values.shape), values.new_empty(shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -191,5 +183,7 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, No
     return *of_both, None, None
 
 
+outlook_gather.register_fake(lambda values, logits, geometry, _: _outputs(values, logits, geometry))
+outlook_gather_backward.register_fake(lambda _, values, __, geometry, ___: _gradients(values, geometry))
 outlook_gather.register_autograd(_backward, setup_context=_setup_context)
 CPU_OPERATORS.register("outlook attention", outlook_gather)

@@ -52,9 +52,9 @@ def fix_convolutions(model: nn.Module, precision: str, device: torch.device) -> 
     if device.type != "cpu" or _AUTOCAST_DTYPES[precision] is None:
         return
     for module in model.modules():
-        if type(module) is nn.Conv2d:
-            if (module.in_channels, module.kernel_size, module.stride) == _WRONG_ON_AMX:
-                module.__class__ = _Fp32Conv2d  # survives copy.deepcopy, and leaves parameter names unchanged
+        shape = tuple(getattr(module, name, 0) for name in ("in_channels", "kernel_size", "stride"))
+        if type(module) is nn.Conv2d and shape == _WRONG_ON_AMX:
+            module.__class__ = _Fp32Conv2d  # survives copy.deepcopy, and leaves parameter names unchanged
 
 
 class _Fp32Conv2d(nn.Conv2d):
