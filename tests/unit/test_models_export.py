@@ -83,21 +83,14 @@ def operations(file: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("kernel", "padding", "stride", "rows", "columns"), GEOMETRIES)
-def test_unfold_windows_equals_unfold(kernel, padding, stride, rows, columns) -> None:
-    cells = random(2, 6, rows, columns)
-    windows = unfold_windows(cells, place_weights(6, kernel), padding=padding, stride=stride)
+def test_windows_by_convolutions_equal_unfold_and_fold(kernel, padding, stride, rows, columns) -> None:
+    cells, weights = random(2, 6, rows, columns), place_weights(6, kernel)
+    windows = unfold_windows(cells, weights, padding=padding, stride=stride)
     expected = F.unfold(cells, kernel, padding=padding, stride=stride)
     torch.testing.assert_close(windows.flatten(2), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(("kernel", "padding", "stride", "rows", "columns"), GEOMETRIES)
-def test_fold_windows_equals_fold(kernel, padding, stride, rows, columns) -> None:
-    grid = [(side + 2 * padding - kernel) // stride + 1 for side in (rows, columns)]
-    windows = random(2, 6 * kernel**2, *grid)
-    size = (rows, columns)
-    folded = fold_windows(windows, place_weights(6, kernel), size, padding=padding, stride=stride)
-    expected = F.fold(windows.flatten(2), size, kernel, padding=padding, stride=stride)
-    torch.testing.assert_close(folded, expected, rtol=0, atol=1e-6)
+    folded = fold_windows(windows, weights, (rows, columns), padding=padding, stride=stride)
+    expected = F.fold(windows.flatten(2), (rows, columns), kernel, padding=padding, stride=stride)
+    torch.testing.assert_close(folded, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +209,7 @@ def test_timm_builds_the_same_network_from_an_exported_folder(
     assert timm_difference(network, made) == pytest.approx(0.5, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["volo_demo", "volo_d1", "lvvit_t"])
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
 def test_a_network_without_an_auxiliary_head_is_exported_without_it(name: str, tmp_path: Path) -> None:
     """An untrained head is left out; the configuration has timm's argument for that."""
     side, classes = 64, 7
@@ -235,22 +228,10 @@ def test_a_network_without_an_auxiliary_head_is_exported_without_it(name: str, t
     assert not any(key.startswith("aux_head") for key in load_file(made / WEIGHTS))
     if name != "lvvit_t":  # timm has no LV-ViT
         assert timm_difference(network, made) <= 1e-5
-    if name == "volo_demo":
-        file = tmp_path / "model.onnx"
-        write_onnx(network.network, file, image_side=side, batch=0, opset=18)
-        assert onnx_difference(network.network, file, image_side=side, batches=(1, 3)) <= 1e-4
     again = load_pretrained(str(made), name=name, image_side=side)
     assert "evaluated by the class token alone: the weights have no auxiliary head" in again.messages
     with torch.inference_mode():
         assert torch.equal(again.network(images), network.network(images))
-
-
-def test_images_are_resized_as_the_weights_were_trained(tmp_path: Path) -> None:
-    network = trained(tmp_path, "resnet18", 64)
-    for interpolation in ("bilinear", "bicubic"):
-        config = config_of(dataclasses.replace(network, interpolation=interpolation))["pretrained_cfg"]
-        assert config["interpolation"] == interpolation
-    assert spec_of("vgg11.tv_in1k").interpolation == "bilinear"
 
 
 def test_the_crop_is_that_of_the_published_weights(tmp_path: Path) -> None:
@@ -260,6 +241,8 @@ def test_the_crop_is_that_of_the_published_weights(tmp_path: Path) -> None:
     assert (published.crop_mode, config_of(published)["pretrained_cfg"]["crop_mode"]) == ("squash",) * 2
     (tmp_path / "resolved.toml").write_text(f'[model]\nmodel = "{name}"\nimg_size = 32\n')
     own = load_pretrained(str(tmp_path / "weights.pt"))
+    assert spec_of("vgg11.tv_in1k").interpolation == "bilinear"
+    assert config_of(own)["pretrained_cfg"]["interpolation"] == own.interpolation == "bicubic"
     assert (own.crop_mode, config_of(own)["pretrained_cfg"]["crop_mode"]) == ("center",) * 2
     assert config_of(trained(tmp_path, "volo_demo", 64))["pretrained_cfg"]["crop_mode"] == "center"
 

@@ -59,6 +59,12 @@ BOTH = pytest.mark.parametrize("build", [demo, demo_of_lvvit])
         ("volo_d5", 224, 295_455_584),
         ("volo_d1", 384, 26_777_960),
         ("volo_d5", 512, 296_091_488),
+        ("lvvit_t", 224, 8_534_720),
+        ("lvvit_s", 224, 26_151_824),
+        ("lvvit_m", 224, 55_830_544),
+        ("lvvit_l", 224, 150_021_968),
+        ("lvvit_s", 384, 26_297_744),
+        ("lvvit_l", 448, 150_473_552),
     ],
 )
 def test_the_networks_have_the_published_size(name: str, img_size: int, parameters: int) -> None:
