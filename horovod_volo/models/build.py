@@ -88,9 +88,9 @@ def build_model(
     `aux_head` gives a model with tokens the auxiliary head for its token logits.
     """
     check_model(name, img_size=img_size, tokens=False)
-    model = spec_of(name).build(
-        img_size=img_size, num_classes=num_classes, drop_path=drop_path, aux_head=aux_head
-    )
+    spec = spec_of(name)
+    sizes = {"img_size": img_size, "num_classes": num_classes, "drop_path": drop_path}
+    model = spec.build(**sizes, aux_head=aux_head, **spec.arguments)
     if grad_checkpoint:
         try:
             model.set_grad_checkpointing(True)  # type: ignore[operator]

@@ -6,7 +6,6 @@ published checkpoints load.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -173,7 +172,7 @@ for _name, _settings in LVVIT_SIZES.items():
     register_model(
         ModelSpec(
             name=_name,
-            build=partial(LvVit, **_settings),
+            build=LvVit,
             stride=_PATCH,
             heads=("head", "aux_head"),
             crop_pct=0.9 if _name in ("lvvit_t", "lvvit_s") else 1.0,

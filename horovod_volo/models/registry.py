@@ -21,8 +21,8 @@ State = Mapping[str, Tensor]
 AdaptWeights = Callable[[nn.Module, State], tuple[dict[str, Tensor], list[str]]]
 
 
-# (img_size=, num_classes=, drop_path=, aux_head=) -> a model with fresh weights; `aux_head` asks for token
-# logits, of a model that has a `stride`.
+# (img_size=, num_classes=, drop_path=, aux_head=, and `arguments`) -> a model with fresh weights; `aux_head`
+# asks for token logits, of a model that has a `stride`.
 BuildModel = Callable[..., nn.Module]
 
 
@@ -55,8 +55,8 @@ class ModelSpec:
     interpolation: str = "bicubic"  # of resizing for evaluation: "bicubic" or "bilinear"
     adapt_weights: AdaptWeights = unchanged
     timm_name: str = ""  # of the architecture, for exports, if timm has it
-    timm_class: Callable[..., nn.Module] | None = None  # that takes `arguments`, if timm has it
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of it, besides classes and image size
+    timm_class: Callable[..., nn.Module] | None = None  # timm's class of the same network
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of `build` and `timm_class`, such as layers
 
 
 class NormsOverRanks(NamedTuple):

@@ -12,7 +12,7 @@ activation checkpointing, takes the statistics of the first one: it exchanges no
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +20,6 @@ from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.registry import NORMS_OVER_RANKS, NormsOverRanks
-
-
-class RankSums(Protocol):
-    """The exchanges between ranks that the layers need."""
-
-    size: int
-
-    def gather(self, row: Tensor, name: str) -> Tensor:
-        """Return the flat tensors of all ranks (ranks, length). Collective."""
-
-    def sum(self, values: Tensor, name: str) -> Tensor:
-        """Return the sum over ranks. Collective."""
 
 
 class Moments(NamedTuple):
@@ -49,7 +37,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
     running_var: Tensor
     num_batches_tracked: Tensor
     momentum: float
-    ranks: RankSums | None = None
+    ranks: Any = None  # a cluster.world.WorldSums
     name = ""  # of its exchanges, the same on all ranks
     moments: Moments | None = None  # of the last forward
 
@@ -104,7 +92,7 @@ def _is_repeated() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _moments(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], ranks: RankSums) -> list[Moments]:
+def _moments(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], ranks: Any) -> list[Moments]:
     if _is_repeated() and all(layer.moments is not None for layer in layers):
         return [layer.moments for layer in layers if layer.moments is not None]
     with torch.no_grad():
@@ -179,7 +167,7 @@ def _per_channel(values: Tensor) -> Tensor:
     return values.view(1, -1, 1, 1)
 
 
-def connect_norms(network: nn.Module, ranks: RankSums) -> int:
+def connect_norms(network: nn.Module, ranks: Any) -> int:
     """Let the norms of a network exchange with other ranks; return how many there are."""
     norms = [(name, each) for name, each in network.named_modules() if isinstance(each, SyncBatchNorm)]
     for name, norm in norms:

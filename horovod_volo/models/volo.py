@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -195,7 +194,7 @@ for _name, _settings in SIZES.items():
     register_model(
         ModelSpec(
             name=_name,
-            build=partial(Volo, **_settings),
+            build=Volo,
             stride=16,  # the stem divides by 8, the downsampling by 2
             heads=("head", "aux_head"),
             crop_pct=_CROP_PCT.get(_name, 0.96),
