@@ -126,9 +126,7 @@ def small_lvvit() -> nn.Module:
     return perturbed(network).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize(
-    ("name", "side"), [("volo_demo", 64), ("volo_d1", 224), ("lvvit_t", 64), ("resnet18", 64)]
-)
+@pytest.mark.parametrize(("name", "side"), [("volo_demo", 64), ("lvvit_t", 64), ("resnet18", 64)])
 def test_onnx_gives_the_same_logits_for_any_batch(name: str, side: int, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     network = small_lvvit() if name == "lvvit_t" else built(name, side)
