@@ -161,10 +161,10 @@ def fit_position_embedding(model: nn.Module, state: State) -> tuple[dict[str, Te
         old = given["pos_embed"] = old.reshape(1, side, side, -1)
         messages.append(f"position embedding laid out as {side} x {side} tokens")
     if old.shape != new.shape and old.ndim == new.ndim and old.shape[-1] == new.shape[-1]:
-        grids = _grid(old), _grid(new)
-        if grids[0] and grids[1]:
-            given["pos_embed"] = resize_position_embedding(old, *grids)
-            sizes = (f"{rows} x {columns}" for rows, columns in grids)
+        old_grid, grid = _grid(old), _grid(new)
+        if old_grid and grid:
+            given["pos_embed"] = resize_position_embedding(old, old_grid, grid)
+            sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))
             messages.append(f"position embedding resized from {' to '.join(sizes)}")
     return given, messages
 
@@ -182,9 +182,12 @@ def resize_position_embedding(embedding: Tensor, old: tuple[int, int], grid: tup
 
     It is (1, rows, columns, channels), or (1, 1 + rows * columns, channels), whose first token stays.
     """
+    resized: Tensor
     if embedding.ndim == 4:
-        return resample_abs_pos_embed_nhwc(embedding, list(grid), antialias=False)
-    return resample_abs_pos_embed(embedding, list(grid), list(old), antialias=False)
+        resized = resample_abs_pos_embed_nhwc(embedding, list(grid), antialias=False)
+    else:
+        resized = resample_abs_pos_embed(embedding, list(grid), list(old), antialias=False)
+    return resized
 
 
 # Above 1 the evaluation crop is larger than the resized image, and its margin is black.
