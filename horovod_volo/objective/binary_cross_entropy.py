@@ -57,13 +57,7 @@ def _loss(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tupl
 
 
 def _write_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    _: Tensor,
-    grad_loss: Tensor,
-    uniform: Tensor,
-    ids: Tensor,
-    weights: Tensor,
+    grad: Tensor, logits: Tensor, _: Tensor, grad_loss: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor
 ) -> None:
     scale = (grad_loss / logits.shape[1]).unsqueeze(1)
     for rows in blocks(logits):
