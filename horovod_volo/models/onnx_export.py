@@ -29,8 +29,6 @@ IMAGES, LOGITS = "images", "logits"
 Sides = Literal["fixed", "dynamic"]  # height and width of the images
 
 _NEEDED = ("onnx", "onnxscript")
-# An ONNX file is limited to 2 GiB; the weights of larger models are stored in a second file.
-_LARGEST_FILE_BYTES = 1_900_000_000
 # Images of another grid than the network's own, so that the resizing of a position embedding is exported.
 _MORE_ROWS, _MORE_COLUMNS = 80, 112
 
@@ -66,7 +64,6 @@ def write_onnx(
     if sides == "dynamic":
         dynamic |= {2: torch.export.Dim("height"), 3: torch.export.Dim("width")}
         images = fixed_images(len(images), image_side + _MORE_ROWS, image_side + _MORE_COLUMNS)
-    size = sum(tensor.nbytes for tensor in network.state_dict().values())
     # The exporter causes warnings about its own use of torch.
     with warnings.catch_warnings(action="ignore"):
         try:
@@ -92,7 +89,7 @@ def write_onnx(
     for name, values in properties.items():
         if values:
             program.model.metadata_props[name] = json.dumps(list(values))
-    program.save(file, external_data=size > _LARGEST_FILE_BYTES)
+    program.save(file)  # weights of more than 1.5 GiB into a second file
 
 
 def _cannot_write(network: nn.Module, reason: str, image_side: int, batch: int, sides: Sides) -> UserError:

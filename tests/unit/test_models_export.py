@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.models import onnx_export
 from horovod_volo.models.build import build_model, spec_of
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.onnx_export import (
@@ -153,18 +152,6 @@ def test_a_fixed_batch_and_a_newer_opset(tmp_path: Path) -> None:
     assert onnx_difference(network, file, image_side=8, batches=[4]) <= 1e-5
     assert onnx.load(file).opset_import[0].version == 21
     assert runtime.InferenceSession(file).get_inputs()[0].shape == [4, 3, 8, 8]
-
-
-def test_weights_of_a_large_network_are_in_a_second_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(onnx_export, "_LARGEST_FILE_BYTES", 100)
-    network = tiny()
-    write_onnx(network, tmp_path / "model.onnx", image_side=8, batch=0, opset=18)
-    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
-    moved = (tmp_path / "model.onnx").parent.rename(tmp_path.parent / "elsewhere")
-    assert onnx_difference(network, moved / "model.onnx", image_side=8, batches=(1, 3)) <= 1e-5
 
 
 class DataDependent(nn.Module):
