@@ -242,10 +242,6 @@ def start_training(network: nn.Module) -> None:
     """Switch to training, except for batch norm that is frozen."""
     network.train()
     for module in network.modules():
-        if isinstance(module, _BatchNorm) and _is_frozen(module):
+        trained = {parameter.requires_grad for parameter in module.parameters()}
+        if isinstance(module, _BatchNorm) and trained == {False}:
             module.eval()
-
-
-def _is_frozen(norm: _BatchNorm) -> bool:
-    own = list(norm.parameters())
-    return bool(own) and not any(parameter.requires_grad for parameter in own)

@@ -125,7 +125,7 @@ def small_lvvit() -> nn.Module:
     return perturbed(network).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize(("name", "side"), [("volo_demo", 64), ("lvvit_t", 64), ("resnet18", 64)])
+@pytest.mark.parametrize(("name", "side"), [("volo_demo", 64), ("lvvit_t", 64), ("test_resnet", 64)])
 def test_onnx_gives_the_same_logits_for_any_batch(name: str, side: int, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     network = small_lvvit() if name == "lvvit_t" else built(name, side)
@@ -221,7 +221,7 @@ def test_a_network_without_an_auxiliary_head_is_exported_without_it(name: str, t
 
 def test_the_crop_is_that_of_the_published_weights(tmp_path: Path) -> None:
     """timm squashes images for this model; a run here was evaluated on centre crops."""
-    name = "tf_efficientnetv2_b3"
+    name = "convnextv2_nano.fcmae_ft_in22k_in1k_384"
     published = trained(tmp_path, name, 32)
     assert (published.crop_mode, config_of(published)["pretrained_cfg"]["crop_mode"]) == ("squash",) * 2
     (tmp_path / "resolved.toml").write_text(f'[model]\nmodel = "{name}"\nimg_size = 32\n')
@@ -233,7 +233,7 @@ def test_the_crop_is_that_of_the_published_weights(tmp_path: Path) -> None:
 
 
 def test_an_export_is_evaluated_with_its_own_crop(tmp_path: Path) -> None:
-    name = "tf_efficientnetv2_b3"
+    name = "convnextv2_nano.fcmae_ft_in22k_in1k_384"
     published = trained(tmp_path, name, 32)
     made = exported(tmp_path, dataclasses.replace(published, crop_mode="center", crop_pct=0.8))
 
