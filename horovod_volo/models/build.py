@@ -242,6 +242,5 @@ def start_training(network: nn.Module) -> None:
     """Switch to training, except for batch norm that is frozen."""
     network.train()
     for module in network.modules():
-        trained = {parameter.requires_grad for parameter in module.parameters()}
-        if isinstance(module, _BatchNorm) and trained == {False}:
+        if isinstance(module, _BatchNorm) and {each.requires_grad for each in module.parameters()} == {False}:
             module.eval()
