@@ -27,6 +27,7 @@ from horovod_volo.data.images.catalog import (
 from horovod_volo.data.images.split_folder import HeldOut, Split
 from horovod_volo.engine.task import check_classes
 from horovod_volo.models.build import tokens_per_side
+from horovod_volo.objective.loss import check_threshold
 from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
 from horovod_volo.token_labels.keys import check_published_keys
 from horovod_volo.token_labels.source import LabelSource, map_warnings, open_labels
@@ -88,6 +89,7 @@ def read_images(config: Config, world: World, lists: ReadLists | None) -> Images
             for split in ("train", "val")
         )
         label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
+    world.run_on_all_ranks(partial(check_threshold, config.objective, len(train.classes)))
     return Images(train, held_out, label_maps)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from horovod_volo.config.task_settings import Objective
-from horovod_volo.core.errors import UserError
 from horovod_volo.objective.loss import Loss, register_loss, soft_target_loss
 from horovod_volo.objective.soft_target import SoftTarget, blocks, sparse_loss
 
@@ -67,15 +66,8 @@ def _write_gradient(
 
 
 def _build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
-    """Build the binary cross-entropy; raise UserError if every class were a target of an image."""
-    threshold, of_all = settings.bce_target_threshold, settings.smoothing / num_classes
-    if 0 < threshold <= of_all:
-        raise UserError(
-            f"--smoothing {settings.smoothing:g} gives each of {num_classes} classes a target of "
-            f"{of_all:.3g}, and --bce-target-threshold {threshold:g} would make it 1. Use a threshold above "
-            "it, or --smoothing 0."
-        )
-    row_loss = partial(binary_cross_entropy, threshold=threshold)
+    """Build the binary cross-entropy with the targets of the cross-entropy."""
+    row_loss = partial(binary_cross_entropy, threshold=settings.bce_target_threshold)
     return soft_target_loss(row_loss, settings, num_classes, tokens_per_side)
 
 

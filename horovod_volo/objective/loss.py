@@ -19,6 +19,7 @@ from torch import Tensor
 
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
+from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
 from horovod_volo.objective.mixing import Mix
@@ -139,3 +140,14 @@ class LabelMapTargets:
             agrees = most_probable(classes) == labels.classes  # (batch,)
             classes = blend(classes, truth, 0.9 - 0.4 * agrees)  # weights (batch,) fp32
         return Targets(classes, *tokens)
+
+
+def check_threshold(settings: Objective, num_classes: int) -> None:
+    """Raise UserError if every class were a target of an image."""
+    threshold, of_all = settings.bce_target_threshold, settings.smoothing / num_classes
+    if settings.loss == "bce" and 0 < threshold <= of_all:
+        raise UserError(
+            f"--smoothing {settings.smoothing:g} gives each of {num_classes} classes a target of "
+            f"{of_all:.3g}, and --bce-target-threshold {threshold:g} would make it 1. Use a threshold above "
+            "it, or --smoothing 0."
+        )

@@ -24,7 +24,7 @@ from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective import soft_target
 from horovod_volo.objective.binary_cross_entropy import above, binary_cross_entropy
-from horovod_volo.objective.loss import build_loss
+from horovod_volo.objective.loss import build_loss, check_threshold
 from horovod_volo.objective.soft_target import SoftTarget, blend, one_hot
 
 timm_loss = pytest.importorskip("timm.loss")
@@ -110,6 +110,6 @@ def test_the_loss_by_name_with_label_maps() -> None:
 
 def test_a_threshold_below_the_smoothed_target_of_every_class_is_refused() -> None:
     settings = Objective(loss="bce", smoothing=0.1, bce_target_threshold=0.01)
-    build_loss(settings, 1000, SIDE)
+    check_threshold(settings, 1000)
     with pytest.raises(UserError, match="--bce-target-threshold"):
-        build_loss(settings, 10, SIDE)
+        check_threshold(settings, 10)
