@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from horovod_volo.core.operators import Operator, kernel_of
+from horovod_volo.core.operators import kernel_of
 
 _BLOCK = 1 << 20  # numbers in a block of rows: 4 MiB in fp32
 
@@ -85,24 +85,24 @@ def cross_entropy(logits: Tensor, target: SoftTarget, *, overwrite: bool = False
 
     Only the logits get a gradient, in their dtype. For `overwrite` see `sparse_loss`.
     """
-    return sparse_loss(logits, target, (_loss, _write_gradient), overwrite=overwrite, kernel="loss")
+    functions: Functions = kernel_of("loss", logits) or (_loss, _write_gradient)
+    return sparse_loss(logits, target, functions, overwrite=overwrite, in_place=InPlaceSparseSoftTargetCE)
 
 
-# (logits, uniform, ids, weights) -> the loss of each row, and what the gradient needs of each row
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-# (gradient to write, perhaps over the logits, logits, what it needs, grad_loss, uniform, ids, weights)
-WriteGradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+# (logits, uniform, ids, weights) -> the loss of each row, and what the gradient needs of each row; and
+# (gradient to write, perhaps over the logits, logits, what it needs, grad_loss, uniform, ids, weights) -> None
+Functions = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]
 
 
 def sparse_loss(
     logits: Tensor,
     target: SoftTarget,
-    functions: tuple[Compute, WriteGradient],
+    functions: Functions,
     *,
     overwrite: bool,
-    kernel: Operator | None = None,
+    in_place: type[Function] | None = None,
 ) -> Tensor:
-    """Return the loss of each row by these functions, or by a kernel where one was chosen.
+    """Return the loss of each row by these functions, or by `in_place` to overwrite fp32 logits on a CPU.
 
     With `overwrite`, the gradient overwrites the logits, which must not be read afterwards. A leaf, a view of
     a leaf and logits that need no gradient are not overwritten. If another operation's backward needs the
@@ -115,11 +115,10 @@ def sparse_loss(
     overwrite = overwrite and needs_gradient and not owner.is_leaf and logits.is_contiguous()
     sparse = (target.uniform, target.ids, target.weights)
     loss: Tensor
-    if overwrite and kernel and logits.device.type == "cpu" and logits.dtype == torch.float32:
-        loss = InPlaceSparseSoftTargetCE.apply(logits, *sparse)  # type: ignore[no-untyped-call]
+    if overwrite and in_place and logits.device.type == "cpu" and logits.dtype == torch.float32:
+        loss = in_place.apply(logits, *sparse)  # type: ignore[no-untyped-call]
     else:
-        chosen = (kernel_of(kernel, logits) if kernel else None) or functions
-        loss = SparseLoss.apply(logits, *sparse, chosen, overwrite)  # type: ignore[no-untyped-call]
+        loss = SparseLoss.apply(logits, *sparse, functions, overwrite)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -133,7 +132,7 @@ class SparseLoss(Function):
         uniform: Tensor,
         ids: Tensor,
         weights: Tensor,
-        functions: tuple[Compute, WriteGradient],
+        functions: Functions,
         overwrite: bool,
     ) -> Tensor:
         # The detached tensor shares the version counter, so autograd detects later changes of the logits.
