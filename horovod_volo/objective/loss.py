@@ -76,9 +76,8 @@ class SoftTargetLoss:
         if tokens is None:
             return LossParts(self.class_weight * class_loss, class_loss, torch.zeros_like(class_loss))
         token_loss = self.row_loss(token_logits.flatten(0, 1), tokens, overwrite=True).mean()
-        return LossParts(
-            self.class_weight * class_loss + self.token_weight * token_loss, class_loss, token_loss
-        )
+        total = self.class_weight * class_loss + self.token_weight * token_loss
+        return LossParts(total, class_loss, token_loss)
 
 
 def soft_target_loss(

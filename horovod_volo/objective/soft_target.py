@@ -90,7 +90,7 @@ def cross_entropy(logits: Tensor, target: SoftTarget, *, overwrite: bool = False
 
 
 # (logits, uniform, ids, weights) -> the loss of each row, and what the gradient needs of each row; and
-# (gradient to write, perhaps over the logits, logits, what it needs, grad_loss, uniform, ids, weights) -> None
+# (gradient to write, perhaps over the logits, logits, what it needs, grad_loss, uniform, ids, weights)
 Functions = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]
 
 
