@@ -1,4 +1,4 @@
 """The training objective: MixToken, Mixup and CutMix, soft targets from label maps, and the losses.
 
-Invariant: the logits and their gradient are the only tensors of tokens x classes; nothing waits for the device.
+Invariant: only the logits and their gradient have tokens x classes values; nothing waits for the device.
 """
