@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from network_samples import small_lvvit
 from torch import Tensor, nn
 
 from horovod_volo.models.lvvit import LvVit
@@ -17,29 +18,8 @@ Model = Volo | LvVit
 
 def volo(drop_path: float) -> Volo:
     """Build a small network with two blocks in some stages."""
-    return Volo(
-        layers=(2, 2, 1, 1),
-        embed_dims=(48, 96, 96, 96),
-        num_heads=(2, 4, 4, 4),
-        stem_hidden_dim=8,
-        img_size=64,
-        num_classes=10,
-        drop_path=drop_path,
-    )
-
-
-def lvvit(drop_path: float) -> LvVit:
-    """Build a small network."""
-    return LvVit(
-        layers=5,
-        embed_dim=96,
-        num_heads=4,
-        stem_width=8,
-        residual_divisor=2.0,
-        img_size=64,
-        num_classes=10,
-        drop_path=drop_path,
-    )
+    sizes = {"layers": (2, 2, 1, 1), "embed_dims": (48, 96, 96, 96), "num_heads": (2, 4, 4, 4)}
+    return Volo(stem_hidden_dim=8, img_size=64, num_classes=10, drop_path=drop_path, **sizes)
 
 
 def blocks_of(model: Model) -> list[nn.Module]:
@@ -79,7 +59,7 @@ def training_step(
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drop_path", [0.0, 0.6])
-@pytest.mark.parametrize("build", [volo, lvvit])
+@pytest.mark.parametrize("build", [volo, small_lvvit])
 def test_nothing_changes_to_the_bit(
     build: Callable[[float], Model], drop_path: float, precision: torch.dtype
 ) -> None:
@@ -108,7 +88,7 @@ def calls(modules: list[nn.Module]) -> Iterator[list[int]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("build", [volo, lvvit])
+@pytest.mark.parametrize("build", [volo, small_lvvit])
 def test_only_blocks_are_computed_twice(build: Callable[[float], Model]) -> None:
     model = build(0.0).train()
     blocks = blocks_of(model)
@@ -125,7 +105,7 @@ def test_only_blocks_are_computed_twice(build: Callable[[float], Model]) -> None
     assert of_blocks == [1] * len(blocks)
 
 
-@pytest.mark.parametrize("build", [volo, lvvit])
+@pytest.mark.parametrize("build", [volo, small_lvvit])
 def test_evaluation_recomputes_nothing(build: Callable[[float], Model]) -> None:
     model = build(0.6).eval()
     plain = model(images())
