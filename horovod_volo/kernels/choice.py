@@ -46,11 +46,11 @@ def choose_by_check(
         {check.kernel: find_problem(check) for check in kernel_checks(config, model, num_classes, device)}
     )
     torch.cuda.reset_peak_memory_stats(device)  # which the log reports
-    of_any_rank = {name: max(found[name] for found in problems) for name in problems[0]}
-    use_kernels(name for name, problem in of_any_rank.items() if not problem)
+    worst = {name: max(found[name] for found in problems) for name in problems[0]}
+    use_kernels(name for name, problem in worst.items() if not problem)
     return [
         f"{name} is computed by PyTorch's operators: its kernel {problem}"
-        for name, problem in of_any_rank.items()
+        for name, problem in worst.items()
         if problem
     ]
 

@@ -114,12 +114,12 @@ def loss_with_lse(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor)
     """Return the loss and the log-sum-exp of the logits of each row, both (rows,) in fp32."""
     from horovod_volo.kernels import network_kernels as kernels
 
-    loss, lse = of_rows = _of_rows(logits)
+    loss, lse = outputs = _row_outputs(logits)
     target = (uniform.contiguous(), ids.contiguous(), weights.contiguous())
     kernels.loss_kernel[(len(logits),)](
         logits, *target, loss, lse, logits.shape[1], ids.shape[1], **_blocks(logits)
     )
-    return of_rows
+    return outputs
 
 
 @torch.library.custom_op("horovod_volo::soft_cross_entropy_gradient", mutates_args=("grad",))
@@ -150,7 +150,7 @@ def write_gradient(
     )  # fmt: skip
 
 
-def _of_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
+def _row_outputs(logits: Tensor) -> tuple[Tensor, Tensor]:
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
     return loss, torch.empty_like(loss)
 
@@ -165,5 +165,5 @@ def _blocks(logits: Tensor) -> dict[str, Any]:
     }
 
 
-loss_with_lse.register_fake(lambda logits, *_: _of_rows(logits))
+loss_with_lse.register_fake(lambda logits, *_: _row_outputs(logits))
 register_kernel("loss", (loss_with_lse, write_gradient))

@@ -102,12 +102,12 @@ def _moments(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], ranks: A
         for layer, counts, means, squares in zip(layers, parts, parts, parts, strict=True):
             count = counts.sum()
             mean = (counts / count * means).sum(dim=0)
-            of_all = squares.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
-            layer.moments = Moments(count, mean, of_all)
+            total_squares = squares.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
+            layer.moments = Moments(count, mean, total_squares)
             if layer.track_running_stats:
                 layer.num_batches_tracked.add_(1)
                 layer.running_mean.lerp_(mean, layer.momentum)
-                layer.running_var.lerp_(of_all / (count - 1), layer.momentum)
+                layer.running_var.lerp_(total_squares / (count - 1), layer.momentum)
     return [layer.moments for layer in layers if layer.moments is not None]
 
 

@@ -123,7 +123,7 @@ class Muon(Optimizer):
         return [weight for group in groups for weight in group["params"] if weight.requires_grad]
 
     @cached_property
-    def _of_ranks(self) -> list[list[int]]:
+    def _assignment(self) -> list[list[int]]:
         flops = [matrix_flops(len(weight), weight[0].numel()) for weight in self._matrices]
         return assign_matrices(flops, self.ranks.size)
 
@@ -133,7 +133,7 @@ class Muon(Optimizer):
 
     def _own_updates(self) -> Tensor:
         """Return the updates of this rank's matrices at a learning rate of 1, one after the other."""
-        own = self._of_ranks[self.ranks.rank]
+        own = self._assignment[self.ranks.rank]
         batches = defaultdict[tuple[int, ...], list[int]](list)  # by shape, the shorter side first
         for number in own:
             weight = self._matrices[number]
@@ -155,7 +155,7 @@ class Muon(Optimizer):
 
     def _apply(self, updates: Tensor) -> None:
         """Change the weights by the updates of all matrices, rank by rank."""
-        weights = [self._matrices[number] for of_rank in self._of_ranks for number in of_rank]
+        weights = [self._matrices[number] for of_rank in self._assignment for number in of_rank]
         parts = torch.split(updates.to(weights[0].dtype), [weight.numel() for weight in weights])
         views = {weight: part.view(weight.shape) for weight, part in zip(weights, parts, strict=True)}
         for group in self.param_groups:

@@ -62,7 +62,7 @@ class MuonSteps:
             "moved": float((weights - before).abs().max()),
             "state": state,
             "matrices": sorted(matrices),
-            "own": len(optimizer._of_ranks[ranks.rank]),
+            "own": len(optimizer._assignment[ranks.rank]),
             "exchanges": ranks.exchanges,
         }
 
