@@ -81,9 +81,10 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
 
 
 def _normalize_alone(layer: SyncBatchNorm, maps: Tensor) -> Tensor:
-    if layer.training and _is_repeated():
-        scale, shift, eps = layer.weight, layer.bias, layer.eps
-        return F.batch_norm(maps, None, None, scale, shift, training=True, eps=eps)
+    if layer.training and layer.track_running_stats and _is_repeated():
+        # Copies, as a repeated forward saves as many tensors as the first, and moves no averages.
+        mean, variance = layer.running_mean.clone(), layer.running_var.clone()
+        return F.batch_norm(maps, mean, variance, layer.weight, layer.bias, training=True, eps=layer.eps)
     return nn.BatchNorm2d.forward(layer, maps)
 
 
