@@ -19,7 +19,7 @@ from horovod_volo.core.errors import UserError, error_of_code
 from horovod_volo.data.augmentation import operations
 from horovod_volo.data.augmentation.operations import Kind, Operation
 from horovod_volo.data.augmentation.policy import register_rand_augment
-from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
+from horovod_volo.models.registry import ModelSpec, register_model
 from horovod_volo.objective.loss import LossParts, register_loss
 from horovod_volo.optim.build import check_optimizer, register_optimizer
 from horovod_volo.optim.schedule import SCHEDULES, register_schedule
@@ -29,7 +29,6 @@ __all__ = [
     "LossParts",
     "ModelSpec",
     "Operation",
-    "TimmExport",
     "operations",
     "register_callback",
     "register_loss",

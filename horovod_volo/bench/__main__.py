@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
     try:
         request = parse(arguments)
         load_plugins(request.plugin)
-        use_kernels(dict.fromkeys(OPERATORS, 1.0))  # those that take steps choose by a check
+        use_kernels(OPERATORS)  # those that take steps choose by a check
         found = request.function(**request.settings)
         if isinstance(found, str):
             print(found)

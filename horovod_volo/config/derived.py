@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from horovod_volo.config.schema import Config
-from horovod_volo.config.update_settings import Update, all_epochs, warmup_epochs
+from horovod_volo.config.update_settings import Update, all_epochs
 from horovod_volo.core.errors import UserError
 
 # The global batch of `lr_base` in recipes that do not state `lr_base_size`.
@@ -75,7 +75,7 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
             + _smaller(images, ranks, config)
         )
     steps_per_epoch = images // global_batch
-    epochs, warmup_steps = all_epochs(update), steps_per_epoch * warmup_epochs(update)
+    epochs, warmup_steps = all_epochs(update), steps_per_epoch * update.warmup_epochs
     rates = _learning_rates(update, global_batch)
     return Derived(
         ranks=ranks,
@@ -111,7 +111,7 @@ def _learning_rates(update: Update, global_batch: int) -> LearningRates:
     rates = scaled_rates(update, global_batch)
     # The limit in the message is in the units that the user types, before scaling.
     limit = rates.peak if update.lr or not update.lr_base_size else update.lr_base
-    ends = {"--min-lr": rates.minimum, "--warmup-lr": rates.warmup if warmup_epochs(update) else 0.0}
+    ends = {"--min-lr": rates.minimum, "--warmup-lr": rates.warmup if update.warmup_epochs else 0.0}
     for flag, rate in ends.items():
         if rate > rates.peak:
             raise UserError(

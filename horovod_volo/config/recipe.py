@@ -20,8 +20,14 @@ RECIPES = Path(__file__).parent / "recipes"
 
 # Keys that moved to another table: they are read from both.
 _MOVED = {("exchange", "precision"): "model"}
-# Settings of features that are gone: the resolved.toml of runs that did not use them has them, as 0.
-_REMOVED = {("logging", "histograms_every")}
+# Keys that were removed, with the value that changes nothing: the resolved.toml of an earlier run has all.
+_REMOVED = {
+    ("logging", "histograms_every"): 0,
+    ("model", "grad_checkpoint_stages"): "all",
+    ("objective", "class_weights"): "",
+    ("update", "cycle_up"): 0.45,
+    ("update", "cycle_start"): 0.04,
+}
 
 
 def recipe_names() -> list[str]:
@@ -68,7 +74,7 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             continue
         for key, value in table.items():
             home = _MOVED.get((group, key), group)
-            if (group, key) in _REMOVED and not value:
+            if (group, key) in _REMOVED and value == _REMOVED[group, key]:
                 continue
             if (home, key) not in settings:
                 raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")

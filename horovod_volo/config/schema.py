@@ -122,9 +122,6 @@ class Model:
     grad_checkpoint: bool = setting(
         False, "recompute activations inside blocks: far less memory, slower", also=("--grad-checkpointing",)
     )
-    grad_checkpoint_stages: Literal["all", "outlookers", "transformers"] = setting(
-        "all", "the blocks of VOLO that --grad-checkpoint recomputes", idle=("without --grad-checkpoint",)
-    )
     compile: bool = setting(
         False,
         "compile the blocks with torch.compile: faster steps, after a longer first one",
@@ -150,8 +147,8 @@ class Model:
     )
     freeze: str = setting(
         "",
-        "parts whose weights stay as they are, separated by commas: backbone (all but the heads), stem, "
-        "blocks:N (the stem and the N layers behind it), or prefixes of parameter names; empty: none",
+        "parts whose weights stay as they are, separated by commas: backbone (all but the heads), or "
+        "prefixes of parameter names; empty: none",
     )
     use_ema: bool = setting(
         False,
@@ -170,8 +167,7 @@ class Logging:
     )
     images_every: CountOrZero = setting(
         10,
-        "epochs between pictures of training images and of outlook attention in TensorBoard, from the start "
-        "on; 0: none",
+        "epochs between pictures of training images in TensorBoard, from the start on; 0: none",
         also=("--save-images",),
     )
 

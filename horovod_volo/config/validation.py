@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from horovod_volo.config.schema import Config, Logging, all_settings, by_flag
 from horovod_volo.config.setting import shown
-from horovod_volo.config.update_settings import all_epochs, milestones, warmup_epochs
+from horovod_volo.config.update_settings import all_epochs, milestones
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
@@ -93,16 +93,12 @@ def check(config: Config) -> None:
             f"--name {run.name} leaves --output. Give the name of a folder inside it.",
         ),
         (
-            objective.class_weights == "balanced" and data.balance,
-            "--balance and --class-weights balanced both make rare classes count more. Drop one of them.",
-        ),
-        (
             objective.label_geometry == "reference" and objective.map_geometry not in ("", "whole"),
             "--label-geometry reference reads every label map as the whole image, as the published code "
             f"does. Drop it, or --map-geometry {objective.map_geometry}.",
         ),
         (
-            warmup_epochs(update) > update.epochs and not update.warmup_prefix,
+            update.warmup_epochs > update.epochs and not update.warmup_prefix,
             f"--warmup-epochs {update.warmup_epochs} is longer than --epochs {update.epochs}, which contain "
             f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix.",
         ),

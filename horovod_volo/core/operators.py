@@ -6,7 +6,7 @@ which trains one model; until it is made, and without the extra, PyTorch's opera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -23,7 +23,7 @@ CHOICES: Registry[Callable[..., list[str]]] = Registry("choice of kernels", "--k
 CPU_OPERATORS: Registry[Callable[..., Any]] = Registry("operator of CPUs", "--device cpu")
 _DEVICES = ("cuda", "meta")  # on meta, memory and time of a step on a GPU are estimated
 _kernels: dict[Operator, Any] = {}
-_speeds: dict[Operator, float] = {}  # of those in use
+_used: set[Operator] = set()
 
 
 def register_kernel(name: Operator, kernel: Any) -> None:
@@ -33,25 +33,26 @@ def register_kernel(name: Operator, kernel: Any) -> None:
 
 def choose_kernels(choice: str, device: torch.device, *run: Any) -> list[str]:
     """Choose the kernels of a run, given what --kernels says; return warnings. Collective on a GPU."""
-    use_kernels({})
+    use_kernels(())
     if device.type != "cuda" or not CHOICES.has_extra(choice):
         return []
     return CHOICES.find(choice)(device, *run)
 
 
-def use_kernels(speeds: Mapping[Operator, float]) -> None:
-    """Use these kernels, and no others, in all following calls; they are so many times as fast."""
-    if speeds:
+def use_kernels(names: Iterable[Operator]) -> None:
+    """Use these kernels, and no others, in all following calls."""
+    chosen = set(names)
+    if chosen:
         CHOICES.find("auto")  # imports them
-    _speeds.clear()
-    _speeds.update(speeds)
+    _used.clear()
+    _used.update(chosen)
 
 
 @contextmanager
 def estimated_with_kernels(choice: str) -> Iterator[None]:
     """Use all kernels inside, or none with "plain": for the meta device, on which nothing is computed."""
-    before = dict(_speeds)
-    use_kernels(dict.fromkeys(OPERATORS if CHOICES.has_extra(choice) else (), 1.0))
+    before = set(_used)
+    use_kernels(OPERATORS if CHOICES.has_extra(choice) else ())
     try:
         yield
     finally:
@@ -65,9 +66,9 @@ def cpu_operator(name: Operator) -> Callable[..., Any] | None:
 
 def describe_kernels() -> str:
     """Return which kernels are used."""
-    return ", ".join(f"{name} ({speed:.1f} x PyTorch)" for name, speed in _speeds.items()) or "PyTorch's own"
+    return ", ".join(name for name in OPERATORS if name in _used) or "PyTorch's own"
 
 
 def kernel_of(name: Operator, tensor: Tensor) -> Any | None:
     """Return the kernel that is to compute an operator on a tensor; None: PyTorch's operators are."""
-    return _kernels[name] if name in _speeds and tensor.device.type in _DEVICES else None
+    return _kernels[name] if name in _used and tensor.device.type in _DEVICES else None

@@ -89,7 +89,6 @@ class Classification:
             num_classes=num_classes,
             drop_path=settings.drop_path,
             grad_checkpoint=settings.grad_checkpoint,
-            grad_checkpoint_stages=settings.grad_checkpoint_stages,
             aux_head=trains_aux_head(config),
         )
         if settings.sync_bn == "all":
@@ -152,9 +151,7 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         self.bad_held_out = self.eval_loader.bad_samples
         self.network_forward: Forward = training_forward(network)
         side = tokens_per_side(config.model.model, config.model.img_size)
-        self.criterion: Loss = build_loss(
-            config.objective, len(images.train.classes), side, images.class_weights
-        )
+        self.criterion: Loss = build_loss(config.objective, len(images.train.classes), side)
         self.mix = build_mix(config, world)  # mix(step, micro-batch)
         self.autocast = autocast(config.model.precision, resources.device)
         self.confusions: Confusions = {}  # of the better network of the last evaluation
@@ -199,8 +196,8 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         """Return pictures of the first images of a micro-batch, the first of a step."""
         if not PICTURES.has_extra("classification"):
             return {}
-        draw, classes = PICTURES.find("classification"), self.images.train.classes
-        return draw(batch, self.mix(step, 0), self.criterion, self.network, classes, self.config)
+        mix, classes = self.mix(step, 0), self.images.train.classes
+        return PICTURES.find("classification")(batch, mix, self.criterion, classes, self.config)
 
 
 # Draw the first images of a micro-batch (pictures/classification.py).

@@ -26,7 +26,7 @@ from horovod_volo.data.images.catalog import (
 from horovod_volo.data.images.split_folder import HeldOut, Split
 from horovod_volo.engine.task import TaskData, check_classes
 from horovod_volo.models.build import tokens_per_side
-from horovod_volo.objective.loss import BALANCED, ClassWeights, check_threshold, read_class_weights
+from horovod_volo.objective.loss import check_threshold
 from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
 from horovod_volo.token_labels.keys import check_published_keys
 from horovod_volo.token_labels.source import LabelSource, map_warnings, open_labels
@@ -39,7 +39,6 @@ class Images(TaskData):
     train: Catalog
     held_out: Catalog
     label_maps: LabelSource | None
-    class_weights: ClassWeights | None = None
 
     def close(self) -> None:
         """Close all files."""
@@ -54,7 +53,7 @@ class Images(TaskData):
         is_share = source == self.train.source
         where = f"{100 * config.data.val_share:g} % of each class" if is_share else Path(source).name
         classes = f"{len(self.train.classes):,} classes"
-        if config.data.balance or config.objective.class_weights:
+        if config.data.balance:
             classes += f" of {counts[counts > 0].min():,} to {counts.max():,} images"
         return (
             f"{len(self.train):,} training and {len(self.held_out):,} held-out images ({where}), "
@@ -63,12 +62,9 @@ class Images(TaskData):
 
     def warnings(self, config: Config) -> list[str]:
         """Return warnings about classes of equal size, label maps, and shards on a server."""
-        flags = ["--balance"] * bool(config.data.balance)
-        flags += ["--class-weights balanced"] * (config.objective.class_weights == BALANCED)
-        is_balanced = len(set(np.bincount(self.train.targets).tolist())) == 1
-        effect = "has no effect: all classes have equally many images"
-        found = [f"{flag} {effect}" for flag in flags if is_balanced]
-        found += cache_warnings(config.data, self.train)
+        found = cache_warnings(config.data, self.train)
+        if config.data.balance and len(set(np.bincount(self.train.targets).tolist())) == 1:
+            found.append("--balance has no effect: all classes have equally many images")
         if self.label_maps is not None:
             found += map_warnings(config.objective.token_label_data, self.label_maps)
         return found
@@ -84,12 +80,8 @@ def read_images(config: Config, world: World) -> Images:
         for split in ("train", "val")
     )
     label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
-
-    def weights_of_classes() -> ClassWeights | None:
-        check_threshold(config.objective, len(train.classes))
-        return read_class_weights(config.objective.class_weights, train.classes, train.targets)
-
-    return Images(train, held_out, label_maps, world.run_on_all_ranks(weights_of_classes))
+    world.run_on_all_ranks(partial(check_threshold, config.objective, len(train.classes)))
+    return Images(train, held_out, label_maps)
 
 
 def count_images(config: Config) -> tuple[int, int] | None:

@@ -108,7 +108,7 @@ def build_state(
     freeze(model, settings.freeze, heads)
     start_training(model.to(device))
     set_tf32(config.model.precision)
-    warnings += fix_convolutions(model, config.model.precision, device)
+    fix_convolutions(model, config.model.precision, device)
     reducer = REDUCERS.find("sharded" if update.shard_optimizer else "whole")(
         model,
         world,
@@ -135,8 +135,8 @@ def build_state(
         matrices=matrices,
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
-    if spec.share is not None:
-        spec.share(optimizer, WorldSums(world))
+    if hasattr(optimizer, "ranks"):  # it lets ranks share its work
+        optimizer.ranks = WorldSums(world)
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         reducer.statistics.skip_on_device()

@@ -44,25 +44,16 @@ class PixelOp(IntEnum):
     AUTO_CONTRAST = auto()  # from here to CONTRAST: by a table of the image's statistics
     EQUALIZE = auto()
     CONTRAST = auto()
-    ALONG_X = auto()  # matrix: pixels per row, pixels
-    ALONG_Y = auto()
+    WARP_ALONG_X = auto()  # matrix: pixels per row, pixels
+    WARP_ALONG_Y = auto()
     ROTATE = auto()  # matrix: from pixels to coordinates from -1 to 1, the last column less 1
 
 
+# By the operation's function, which has the same name.
 _PIXEL_OPS: dict[Any, PixelOp] = {
-    color_ops.auto_contrast: PixelOp.AUTO_CONTRAST,
-    color_ops.equalize: PixelOp.EQUALIZE,
-    color_ops.invert: PixelOp.INVERT,
-    color_ops.posterize: PixelOp.POSTERIZE,
-    color_ops.solarize: PixelOp.SOLARIZE,
-    color_ops.solarize_add: PixelOp.SOLARIZE_ADD,
-    color_ops.brightness: PixelOp.BRIGHTNESS,
-    color_ops.contrast: PixelOp.CONTRAST,
-    color_ops.color: PixelOp.COLOR,
-    color_ops.sharpness: PixelOp.SHARPNESS,
-    geometric_ops.rotate: PixelOp.ROTATE,
-    geometric_ops.warp_along_x: PixelOp.ALONG_X,
-    geometric_ops.warp_along_y: PixelOp.ALONG_Y,
+    getattr(color_ops if op < PixelOp.WARP_ALONG_X else geometric_ops, op.name.lower()): op
+    for op in PixelOp
+    if op
 }
 
 
@@ -122,21 +113,9 @@ def _grid(images: Tensor) -> tuple[int, int]:
     return -(-images.shape[2] * images.shape[3] // _BLOCK), len(images)
 
 
-@statistics_tables.register_fake
-def _fake_statistics_tables(images: Tensor, _parameters: Tensor) -> Tensor:
-    return _tables(images)
-
-
-@apply_layer.register_fake
-def _fake_apply_layer(_result: Tensor, _images: Tensor, _parameters: Tensor, _tables: Tensor) -> None:
-    pass
-
-
-@normalize_images.register_fake
-def _fake_normalize_images(
-    images: Tensor, _mean: Tensor, _std: Tensor, _boxes: Tensor, _noise: Tensor, _mode: str
-) -> Tensor:
-    return torch.empty_like(images, dtype=torch.float32)
+statistics_tables.register_fake(lambda images, _parameters: _tables(images))
+apply_layer.register_fake(lambda *_: None)
+normalize_images.register_fake(lambda images, *_: torch.empty_like(images, dtype=torch.float32))
 
 
 def augment_(images: Tensor, operations: Operations) -> None:
@@ -166,7 +145,9 @@ def _parameters(operations: Operations, layer: int, shape: Sequence[int]) -> NDA
     rows[:, 0], rows[:, 1], rows[:, 2] = ops, operations.bicubic[:, layer], arguments
     masks = ops == PixelOp.POSTERIZE
     rows[masks, 2] = np.floor(256 - 2 ** (8 - arguments[masks])) % 256
-    turned, along_x, along_y = (ops == op for op in (PixelOp.ROTATE, PixelOp.ALONG_X, PixelOp.ALONG_Y))
+    turned, along_x, along_y = (
+        ops == op for op in (PixelOp.ROTATE, PixelOp.WARP_ALONG_X, PixelOp.WARP_ALONG_Y)
+    )
     scaled = (matrices * np.array([[2 / width], [2 / height]])).astype(np.float32)
     scaled[:, :, 2] -= 1
     rows[turned, 3:] = scaled[turned].reshape(-1, 6)

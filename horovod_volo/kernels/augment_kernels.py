@@ -25,8 +25,7 @@ SHARPNESS = tl.constexpr(int(PixelOp.SHARPNESS))
 AUTO_CONTRAST = tl.constexpr(int(PixelOp.AUTO_CONTRAST))
 EQUALIZE = tl.constexpr(int(PixelOp.EQUALIZE))
 CONTRAST = tl.constexpr(int(PixelOp.CONTRAST))
-ALONG_X = tl.constexpr(int(PixelOp.ALONG_X))
-ALONG_Y = tl.constexpr(int(PixelOp.ALONG_Y))
+ALONG_X = tl.constexpr(int(PixelOp.WARP_ALONG_X))
 ROTATE = tl.constexpr(int(PixelOp.ROTATE))
 
 

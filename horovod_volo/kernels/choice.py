@@ -1,15 +1,12 @@
 """Which hand-written kernels a run uses: those that its own GPU computes right.
 
 Each is checked at the start, forward and backward at the run's shapes, against PyTorch's operators. Where it
-does not compile or differs, on any rank, all ranks use these operators. Times are reported, but decide
-nothing: a resumed run must compute the same bits.
+does not compile or differs, on any rank, all ranks use these operators.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +24,6 @@ from horovod_volo.models.outlook import Outlook, outlook
 from horovod_volo.models.precision import autocast
 from horovod_volo.objective.soft_target import SoftTarget, cross_entropy
 
-_RUNS = 5
 _ROWS, _ENTRIES = 4096, 24  # of the loss: tokens at most, and classes in a token's target
 # Relative to the norm. Of pixels, some are rounded otherwise by one operation, and changed more by the next.
 _OF_PIXELS, _OF_HALF, _OF_TF32, _OF_FULL = 2e-2, 2e-2, 2e-3, 1e-4
@@ -45,59 +41,37 @@ class Check(NamedTuple):
 def choose_by_check(
     device: torch.device, config: Config, model: nn.Module, num_classes: int, world: World
 ) -> list[str]:
-    """Choose the kernels; return a warning about each that is not used, or slow. Collective on a GPU."""
-    found: list[dict[Operator, tuple[float, str]]] = world.allgather_object(
-        {check.kernel: outcome(check) for check in kernel_checks(config, model, num_classes, device)}
+    """Choose the kernels; return a warning about each that is not used. Collective on a GPU."""
+    problems: list[dict[Operator, str]] = world.allgather_object(
+        {check.kernel: find_problem(check) for check in kernel_checks(config, model, num_classes, device)}
     )
     torch.cuda.reset_peak_memory_stats(device)  # which the log reports
-    # Of the ranks, the one on which it fails, or is slowest, decides.
-    decisive = {kernel: min(of_rank[kernel] for of_rank in found) for kernel in found[0]}
-    use_kernels({kernel: speed for kernel, (speed, problem) in decisive.items() if not problem})
-    slow = "{}: PyTorch's operators are {:.2f} times as fast as its kernel; --kernels plain uses these"
+    worst = {name: max(found[name] for found in problems) for name in problems[0]}
+    use_kernels(name for name, problem in worst.items() if not problem)
     return [
-        f"{kernel} is computed by PyTorch's operators: its kernel {problem}"
+        f"{name} is computed by PyTorch's operators: its kernel {problem}"
+        for name, problem in worst.items()
         if problem
-        else slow.format(kernel, 1 / speed)
-        for kernel, (speed, problem) in decisive.items()
-        if problem or speed < 1
     ]
 
 
-def outcome(check: Check) -> tuple[float, str]:
-    """Return how many times as fast as PyTorch's operators the kernel is, and why it must not be used."""
+def find_problem(check: Check) -> str:
+    """Return why a kernel must not be used, or an empty string."""
     try:
-        use_kernels({})
-        exact = [
-            each.detach().float().requires_grad_() if each.requires_grad else each for each in check.inputs
-        ]
-        expected, plain_seconds = check.compute(*exact), _seconds(check)
-        use_kernels({check.kernel: 1.0})
-        found, seconds = check.compute(*check.inputs), _seconds(check)
+        use_kernels(())
+        expected = check.compute(
+            *(x.detach().float().requires_grad_() if x.requires_grad else x for x in check.inputs)
+        )
+        use_kernels([check.kernel])
+        found = check.compute(*check.inputs)
+        for ours, right in zip(found, expected, strict=True):
+            wanted = right.detach().float()
+            difference = float((ours.detach().float() - wanted).norm() / wanted.norm())
+            if not difference <= check.tolerance:
+                return f"gives results that differ by {difference:.2g} of their norm"
     except Exception as error:  # compilers raise anything
-        return 0.0, f"fails: {type(error).__name__}: {error}".splitlines()[0]
-    for ours, right in zip(found, expected, strict=True):
-        wanted = right.detach().float()
-        difference = float((ours.detach().float() - wanted).norm() / wanted.norm())
-        if not difference <= check.tolerance:
-            return 0.0, f"gives results that differ by {difference:.2g} of their norm"
-    return plain_seconds / seconds, ""
-
-
-def _seconds(check: Check) -> float:
-    """Return the median time of a computation, which has run before."""
-    device, seconds = check.inputs[0].device, []
-    for _ in range(_RUNS):
-        _wait(device)
-        began = time.perf_counter()
-        check.compute(*check.inputs)
-        _wait(device)
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return f"fails: {type(error).__name__}: {error}".splitlines()[0]
+    return ""
 
 
 def kernel_checks(
@@ -114,49 +88,38 @@ def kernel_checks(
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random, device=device).to(dtype).requires_grad_()
 
+    def mix(values: Tensor, logits: Tensor) -> list[Tensor]:
+        assert layer is not None
+        mixed = outlook(values, logits, layer.geometry(logits), layer.scale)
+        return [mixed, *torch.autograd.grad(mixed.sum() + mixed.square().sum(), [values, logits])]
+
     layer = next((module for module in model.modules() if isinstance(module, Outlook)), None)
     if layer is not None:
         pixels, windows = side // 8, -(-(side // 8) // layer.stride)
         values = drawn(batch, pixels, pixels, layer.v.in_features)
         logits = drawn(batch, windows, windows, layer.attn.out_features)
-        yield Check("outlook attention", [values, logits], _outlook_of(layer), tolerance)
+        yield Check("outlook attention", [values, logits], mix, tolerance)
     rows = min(_ROWS, batch * (side // 16) ** 2 if config.objective.token_label else batch)
     ids = torch.randint(num_classes, (rows, _ENTRIES), generator=random, device=device)
     weights = torch.rand(ids.shape, generator=random, device=device)
     target = SoftTarget(torch.full((rows,), 0.1 / num_classes, device=device), ids, weights)
-    yield Check("loss", [drawn(rows, num_classes)], _loss_of(target), tolerance)
-    images = torch.randint(256, (batch, 3, side, side), generator=random, device=device, dtype=torch.uint8)
-    yield Check("augmentation", [images], _augmentation_of(config, device), _OF_PIXELS)
 
-
-def _outlook_of(layer: Outlook) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    def compute(values: Tensor, logits: Tensor) -> list[Tensor]:
-        mixed = outlook(values, logits, layer.geometry(logits), layer.scale)
-        return [mixed, *torch.autograd.grad(mixed.sum() + mixed.square().sum(), [values, logits])]
-
-    return compute
-
-
-def _loss_of(target: SoftTarget) -> Callable[[Tensor], list[Tensor]]:
-    def compute(logits: Tensor) -> list[Tensor]:
+    def lose(logits: Tensor) -> list[Tensor]:
         loss = cross_entropy(logits, target)
         return [loss, *torch.autograd.grad(loss.sum(), [logits])]
 
-    return compute
-
-
-def _augmentation_of(config: Config, device: torch.device) -> Callable[[Tensor], list[Tensor]]:
-    side, indices = config.model.img_size, np.arange(config.data.batch_size)
-    operations = draw_operations(0, 0, indices, config.data)
+    yield Check("loss", [drawn(rows, num_classes)], lose, tolerance)
+    operations = draw_operations(0, 0, indices := np.arange(batch), config.data)
     erasures = draw_erasures(0, 0, indices, config.data, side)
     eraser, std = Eraser(0, config.data, side, device), torch.ones(3, 1, 1, device=device)
 
-    def compute(images: Tensor) -> list[Tensor]:
+    def augment_and_normalize(images: Tensor) -> list[Tensor]:
         augmented = images.clone()
         augment_(augmented, operations)
         return [eraser.normalize(augmented, 0 * std, std, erasures)]
 
-    return compute
+    images = torch.randint(256, (batch, 3, side, side), generator=random, device=device, dtype=torch.uint8)
+    yield Check("augmentation", [images], augment_and_normalize, _OF_PIXELS)
 
 
 CHOICES.register("auto", choose_by_check)

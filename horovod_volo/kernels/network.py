@@ -91,16 +91,6 @@ def _gradients(values: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return values.new_empty(values.shape), logits.new_empty(logits.shape)
 
 
-@fused_outlook.register_fake
-def _fake_outlook(values: Tensor, logits: Tensor, _heads: int, _scale: float) -> tuple[Tensor, Tensor]:
-    return _outputs(values, logits)
-
-
-@fused_outlook_backward.register_fake
-def _fake_gradients(_: Tensor, values: Tensor, logits: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    return _gradients(values, logits)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.heads, ctx.scale = inputs
     ctx.save_for_backward(*tensors, output[1])
@@ -113,6 +103,8 @@ def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, Tensor, None
     return *gradients, None, None
 
 
+fused_outlook.register_fake(lambda values, logits, *_: _outputs(values, logits))
+fused_outlook_backward.register_fake(lambda _, values, logits, *__: _gradients(values, logits))
 fused_outlook.register_autograd(_backward, setup_context=_setup_context)
 register_kernel("outlook attention", fused_outlook)
 
@@ -122,12 +114,12 @@ def loss_with_lse(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor)
     """Return the loss and the log-sum-exp of the logits of each row, both (rows,) in fp32."""
     from horovod_volo.kernels import network_kernels as kernels
 
-    rows = logits.shape[0]
-    loss = torch.empty(rows, device=logits.device)
-    lse = torch.empty_like(loss)
+    loss, lse = outputs = _row_outputs(logits)
     target = (uniform.contiguous(), ids.contiguous(), weights.contiguous())
-    kernels.loss_kernel[(rows,)](logits, *target, loss, lse, logits.shape[1], ids.shape[1], **_blocks(logits))
-    return loss, lse
+    kernels.loss_kernel[(len(logits),)](
+        logits, *target, loss, lse, logits.shape[1], ids.shape[1], **_blocks(logits)
+    )
+    return outputs
 
 
 @torch.library.custom_op("horovod_volo::soft_cross_entropy_gradient", mutates_args=("grad",))
@@ -158,8 +150,7 @@ def write_gradient(
     )  # fmt: skip
 
 
-@loss_with_lse.register_fake
-def _fake_loss(logits: Tensor, _uniform: Tensor, _ids: Tensor, _weights: Tensor) -> tuple[Tensor, Tensor]:
+def _row_outputs(logits: Tensor) -> tuple[Tensor, Tensor]:
     loss = logits.new_empty(logits.shape[0], dtype=torch.float32)
     return loss, torch.empty_like(loss)
 
@@ -174,4 +165,5 @@ def _blocks(logits: Tensor) -> dict[str, Any]:
     }
 
 
+loss_with_lse.register_fake(lambda logits, *_: _row_outputs(logits))
 register_kernel("loss", (loss_with_lse, write_gradient))

@@ -9,9 +9,8 @@ intermediate results stay in cache. Invariant: the tables omit pixels outside th
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,7 @@ _CHUNK_WEIGHTS = 2**16  # attention weights that stay in cache
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 
-@dataclass(frozen=True)
-class Bags:
+class Bags(NamedTuple):
     """For each output row, the attention weights and the input rows whose products it sums."""
 
     attention: Tensor  # indices into attention weights (images, sources, windows * heads * targets)
@@ -33,8 +31,7 @@ class Bags:
     starts: Tensor  # offsets of the bags, and the end of the last
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(NamedTuple):
     """Index tables of some images; a row is one head of one pixel."""
 
     to_targets: Bags
@@ -45,18 +42,9 @@ class Tables:
 
 
 @lru_cache(maxsize=32)  # a few MB each at 224 px
-def tables_of(
-    images: int,
-    height: int,
-    width: int,
-    rows: int,
-    columns: int,
-    heads: int,
-    kernel: int,
-    padding: int,
-    stride: int,
-) -> Tables:
-    """Build the tables of images of height x width pixels with rows x columns windows."""
+def build_tables(images: int, height: int, width: int, geometry: tuple[int, ...]) -> Tables:
+    """Build the tables of images of height x width pixels."""
+    rows, columns, heads, kernel, padding, stride = geometry
     across = torch.arange(kernel) - padding
     down = (torch.arange(rows) * stride)[:, None] + across  # (rows, kernel)
     right = (torch.arange(columns) * stride)[:, None] + across
@@ -104,18 +92,17 @@ def outlook_gather(
 
     `geometry` is rows and columns of windows, heads, kernel, padding, stride.
     """
-    places = geometry[3] ** 2
-    values, logits, mixed = values.contiguous(), logits.contiguous(), values.new_empty(values.shape)
-    attention = _exact(logits.new_empty(0)).new_empty(len(values), places, logits.shape[1:].numel() // places)
+    values, logits = values.contiguous(), logits.contiguous()
+    mixed, attention = outputs = _outputs(values, logits, geometry)
     chunks = _chunks(attention)
     transposed, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
     for chunk in chunks:
-        tables, weights = tables_of(*values[chunk].shape[:3], *geometry), attention[chunk]
+        tables, weights = _tables(values[chunk], geometry), attention[chunk]
         # The sources come first, as a softmax over an innermost dimension of nine takes three times as long.
         scaled = _exact(logits[chunk]).view(*weights.mT.shape).mT
         torch.softmax(torch.mul(scaled, scale, out=transposed[: len(weights)]), 1, out=weights)
         mixed[chunk] = _summed(tables.to_targets, weights, values[chunk], geometry[2], gathered)
-    return mixed, attention
+    return outputs
 
 
 @torch.library.custom_op("horovod_volo::outlook_gather_backward", mutates_args=(), device_types="cpu")
@@ -125,14 +112,12 @@ def outlook_gather_backward(
     """Return the gradients of the values and of the logits."""
     heads = geometry[2]
     gradient, values = gradient.contiguous(), values.contiguous()
-    of_values, of_logits = values.new_empty(values.shape), _like_logits(values, geometry)
+    of_values, of_logits = gradients = _gradients(values, geometry)
     chunks = _chunks(attention)
     of_attention, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
-    products_of_chunk = attention.new_empty(
-        len(tables_of(*values[chunks[0]].shape[:3], *geometry).sources) + 1
-    )
+    products_of_chunk = attention.new_empty(len(_tables(values[chunks[0]], geometry).sources) + 1)
     for chunk in chunks:
-        tables, weights = tables_of(*values[chunk].shape[:3], *geometry), attention[chunk]
+        tables, weights = _tables(values[chunk], geometry), attention[chunk]
         of_values[chunk] = _summed(tables.to_sources, weights, gradient[chunk], heads, gathered)
         # Pairs outside the image read the last, 0. With beta=0, a NaN of earlier images would remain.
         products = products_of_chunk[: len(tables.sources) + 1].zero_()
@@ -146,7 +131,11 @@ def outlook_gather_backward(
         torch.index_select(products, 0, tables.pairs, out=of_weights.view(-1))
         of_softmax = torch._softmax_backward_data(of_weights, weights, 1, attention.dtype)
         of_logits[chunk].view(*weights.mT.shape).mT.copy_(of_softmax)
-    return of_values, of_logits
+    return gradients
+
+
+def _tables(images: Tensor, geometry: list[int]) -> Tables:
+    return build_tables(*images.shape[:3], tuple(geometry))
 
 
 def _chunks(attention: Tensor) -> list[slice]:
@@ -159,15 +148,8 @@ def _summed(bags: Bags, attention: Tensor, image: Tensor, heads: int, gathered: 
     """Return the sums of the bags in the shape of the image."""
     gathered = gathered.view(-1)[: len(bags.attention)]
     torch.index_select(attention.view(-1), 0, bags.attention, out=gathered)
-    sums = F.embedding_bag(
-        bags.rows,
-        _rows(image, heads),
-        bags.starts,
-        mode="sum",
-        per_sample_weights=gathered,
-        include_last_offset=True,
-    )
-    return sums.view(image.shape)
+    options: dict[str, Any] = {"mode": "sum", "per_sample_weights": gathered, "include_last_offset": True}
+    return F.embedding_bag(bags.rows, _rows(image, heads), bags.starts, **options).view(image.shape)
 
 
 def _rows(image: Tensor, heads: int) -> Tensor:
@@ -179,23 +161,16 @@ def _exact(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _like_logits(values: Tensor, geometry: list[int]) -> Tensor:
-    rows, columns, heads, kernel = geometry[:4]
-    return values.new_empty((values.shape[0], rows, columns, heads * kernel**4))
-
-
-@outlook_gather.register_fake
-def _fake(values: Tensor, logits: Tensor, geometry: list[int], _: float) -> tuple[Tensor, Tensor]:
+def _outputs(values: Tensor, logits: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
     rows, columns, heads, kernel = geometry[:4]
     shape = (values.shape[0], kernel**2, rows * columns * heads * kernel**2)
     return values.new_empty(values.shape), _exact(logits.new_empty(0)).new_empty(shape)
 
 
-@outlook_gather_backward.register_fake
-def _fake_backward(
-    _: Tensor, values: Tensor, _attention: Tensor, geometry: list[int], _scale: float
-) -> tuple[Tensor, Tensor]:
-    return values.new_empty(values.shape), _like_logits(values, geometry)
+def _gradients(values: Tensor, geometry: list[int]) -> tuple[Tensor, Tensor]:
+    rows, columns, heads, kernel = geometry[:4]
+    shape = (values.shape[0], rows, columns, heads * kernel**4)
+    return values.new_empty(values.shape), values.new_empty(shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -208,5 +183,7 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, No
     return *of_both, None, None
 
 
+outlook_gather.register_fake(lambda values, logits, geometry, _: _outputs(values, logits, geometry))
+outlook_gather_backward.register_fake(lambda _, values, __, geometry, ___: _gradients(values, geometry))
 outlook_gather.register_autograd(_backward, setup_context=_setup_context)
 CPU_OPERATORS.register("outlook attention", outlook_gather)

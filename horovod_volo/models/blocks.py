@@ -183,17 +183,8 @@ class Block(TwoBranches):
         super().__init__()
         self.norm1, self.attn = timm_block.norm1, attention(timm_block.attn)
         self.norm2, self.mlp = timm_block.norm2, Mlp(timm_block.mlp.fc1, timm_block.mlp.fc2)
-        # Forward does not use these; they only hold the drop rates.
-        self.drop_path1, self.drop_path2 = timm_block.drop_path1, timm_block.drop_path2
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Return the drop path rates of the two branches."""
-        return _rate(self.drop_path1), _rate(self.drop_path2)
-
-
-def _rate(drop_path: nn.Module) -> float:
-    return float(getattr(drop_path, "drop_prob", 0.0))
+        drop_paths = timm_block.drop_path1, timm_block.drop_path2
+        self.rates = [float(getattr(each, "drop_prob", 0.0)) for each in drop_paths]  # of the two branches
 
 
 def stem_input(images: Tensor, *, training: bool) -> Tensor:

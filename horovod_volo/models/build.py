@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 from horovod_volo.models import volo  # noqa: F401  # registers its models
-from horovod_volo.models.registry import ModelSpec, TokenModel, registered_model, registered_models
+from horovod_volo.models.registry import MODELS, ModelSpec, TokenModel, registered_model
 from horovod_volo.models.timm_api import (
     adapted_by_timm,
     create_model,
@@ -26,7 +26,7 @@ from horovod_volo.models.timm_api import (
 from horovod_volo.models.volo import TokenSwap
 
 _IMAGE_CHANNELS = 3
-_BACKBONE, _STEM, _BLOCKS = "backbone", "stem", "blocks:"  # of --freeze
+_BACKBONE = "backbone"  # of --freeze
 
 # (images, swap_tokens, drop_path_seed of 64 bits) -> class logits (batch, classes), token logits (batch,
 # tokens, classes); the latter are empty for a model without them.
@@ -40,7 +40,7 @@ def spec_of(name: str) -> ModelSpec:
         return spec
     if is_model(name):
         return _timm_spec(name)
-    ours = registered_models()
+    ours = MODELS.names()
     raise UserError(
         f"There is no model {name!r}.{nearest(name, [*ours, *list_models()])} Models: {', '.join(ours)}, and "
         "timm's. A model of your own needs --plugin."
@@ -64,7 +64,7 @@ def _with_tokens(name: str) -> str:
     own = our_name(name)
     if own != name:
         return f"Use --model {own}, which has the same parameters and gives them."
-    with_tokens = [other for other in registered_models() if spec_of(other).stride]
+    with_tokens = [other for other in MODELS.names() if spec_of(other).stride]
     return f"Add --no-token-label --no-mix-token, or use one of {', '.join(with_tokens)}."
 
 
@@ -81,7 +81,6 @@ def build_model(
     num_classes: int,
     drop_path: float,
     grad_checkpoint: bool = False,
-    grad_checkpoint_stages: str = "all",
     aux_head: bool = True,
 ) -> nn.Module:
     """Build a model with fresh weights from torch's random state, on torch's default device.
@@ -89,11 +88,14 @@ def build_model(
     `aux_head` gives a model with tokens the auxiliary head for its token logits.
     """
     check_model(name, img_size=img_size, tokens=False)
-    model = spec_of(name).build(
-        img_size=img_size, num_classes=num_classes, drop_path=drop_path, aux_head=aux_head
-    )
+    spec = spec_of(name)
+    sizes = {"img_size": img_size, "num_classes": num_classes, "drop_path": drop_path}
+    model = spec.build(**sizes, aux_head=aux_head, **spec.arguments)
     if grad_checkpoint:
-        _set_checkpointing(model, name, grad_checkpoint_stages)
+        try:
+            model.set_grad_checkpointing(True)  # type: ignore[operator]
+        except (AttributeError, AssertionError):
+            raise UserError(f"{name} has no activation checkpointing. Drop --grad-checkpoint.") from None
     return model
 
 
@@ -138,18 +140,6 @@ def _build_timm(
     except AssertionError as error:
         raise UserError(f"{name} does not take --img-size {img_size}: {error}.") from None
     return model
-
-
-def _set_checkpointing(model: nn.Module, name: str, stages: str) -> None:
-    try:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]
-    except (AttributeError, AssertionError):
-        raise UserError(f"{name} has no activation checkpointing. Drop --grad-checkpoint.") from None
-    if stages == "all":
-        return
-    if not hasattr(model, "checkpointed_stages"):
-        raise UserError(f"{name} has no {stages} to recompute alone. Drop --grad-checkpoint-stages.")
-    model.checkpointed_stages = stages  # type: ignore[assignment]
 
 
 def training_forward(model: nn.Module) -> Forward:
@@ -210,8 +200,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     match = getattr(model, "group_matcher", None)
     if not callable(match):
         raise UserError(
-            f"{type(model).__name__} has no group_matcher to number its layers. Drop --layer-decay, "
-            "and give --freeze prefixes of parameter names."
+            f"{type(model).__name__} has no group_matcher to number its layers. Drop --layer-decay."
         )
     numbers: dict[str, int] = group_parameters(model, match(coarse=False), reverse=True)
     return numbers
@@ -224,11 +213,25 @@ def our_name(name: str) -> str:
 
 
 def freeze(network: nn.Module, parts: str, heads: Collection[str]) -> None:
-    """Freeze the parts of a network that --freeze lists, separated by commas; `heads` compute its logits."""
-    frozen = {
-        name for part in filter(None, parts.split(",")) for name in _names(network, part.strip(), heads)
-    }
+    """Freeze the parts of a network that --freeze lists, separated by commas.
+
+    A part is "backbone", all but the `heads` that compute logits, or a prefix of parameter names.
+    """
     parameters = dict(network.named_parameters())
+    prefixes = tuple(f"{head}." for head in heads)
+    frozen = set[str]()
+    for part in filter(None, map(str.strip, parts.split(","))):
+        if part == _BACKBONE and not hasattr(network, _BACKBONE):  # otherwise it is a prefix
+            found = {name for name in parameters if not name.startswith(prefixes)}
+        else:
+            found = {name for name in parameters if name.startswith(part)}
+        if not found:
+            words = [_BACKBONE, *dict.fromkeys(name.split(".")[0] for name in parameters)]
+            raise UserError(
+                f"--freeze {part}: no parameter has a name that begins so.{nearest(part, words)} It takes "
+                f"{_BACKBONE}, or prefixes such as {', '.join(words[1:5])}."
+            )
+        frozen |= found
     if frozen == parameters.keys():
         raise UserError(f"--freeze {parts} leaves no parameter to train. Freeze less.")
     for name in frozen:
@@ -239,41 +242,5 @@ def start_training(network: nn.Module) -> None:
     """Switch to training, except for batch norm that is frozen."""
     network.train()
     for module in network.modules():
-        if isinstance(module, _BatchNorm) and _is_frozen(module):
+        if isinstance(module, _BatchNorm) and {each.requires_grad for each in module.parameters()} == {False}:
             module.eval()
-
-
-def _is_frozen(norm: _BatchNorm) -> bool:
-    own = list(norm.parameters())
-    return bool(own) and not any(parameter.requires_grad for parameter in own)
-
-
-def _names(network: nn.Module, part: str, heads: Collection[str]) -> set[str]:
-    """Return the names of a part's parameters: a part by its word, or a prefix of their names."""
-    names = [name for name, _ in network.named_parameters()]
-    if part == _BACKBONE and not hasattr(network, _BACKBONE):  # otherwise it is a prefix
-        prefixes = tuple(f"{head}." for head in heads)
-        return {name for name in names if not name.startswith(prefixes)}
-    if part == _STEM or part.startswith(_BLOCKS):
-        return _lowest_layers(network, part)
-    found = {name for name in names if name.startswith(part)}
-    if not found:
-        words = [_BACKBONE, _STEM, *dict.fromkeys(name.split(".")[0] for name in names)]
-        raise UserError(
-            f"--freeze {part}: no parameter has a name that begins so.{nearest(part, words)} It takes "
-            f"{_BACKBONE}, {_STEM}, {_BLOCKS}N, or prefixes such as {', '.join(words[2:6])}."
-        )
-    return found
-
-
-def _lowest_layers(network: nn.Module, part: str) -> set[str]:
-    """Return the parameters of the stem and, for blocks:N, of the N layers behind it."""
-    numbers = layer_numbers(network)
-    most = max(numbers.values()) - 1  # the last layer is that of the heads
-    count = part.removeprefix(_BLOCKS)
-    last = 0 if part == _STEM else int(count) if count.isdecimal() else -1
-    if not 0 <= last <= most:
-        raise UserError(
-            f"--freeze {part}: give {_BLOCKS}N with N from 0, the stem alone, to {most}, all but the heads."
-        )
-    return {name for name, number in numbers.items() if number <= last}

@@ -6,7 +6,6 @@ published checkpoints load.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.models.blocks import Mlp, TwoBranches, sample_drop_path, stem_input
-from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
-from horovod_volo.models.volo import TwoHeads, build_network, fit_position_embedding, run_blocks
+from horovod_volo.models.registry import ModelSpec, register_model
+from horovod_volo.models.volo import TwoHeads, fit_position_embedding, run_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
     "lvvit_t": {"layers": 12, "embed_dim": 240, "num_heads": 4, "stem_width": 64, "residual_divisor": 1.0},
@@ -88,14 +87,14 @@ class LvVit(TwoHeads, nn.Module):
         *,
         img_size: int,
         num_classes: int,
-        drop_path_rate: float,
+        drop_path: float,
         layers: int,
         embed_dim: int,
         num_heads: int,
         stem_width: int,
         residual_divisor: float,
         mlp_ratio: float = 3.0,
-        use_aux_head: bool = True,
+        aux_head: bool = True,
     ) -> None:
         super().__init__()
         side = img_size // _PATCH
@@ -106,7 +105,7 @@ class LvVit(TwoHeads, nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + side * side, embed_dim))
         self.patch_embed = Stem(stem_width, embed_dim)
         # On the CPU, as the model may be built on the meta device.
-        self.rates: list[float] = torch.linspace(0, drop_path_rate, layers, device="cpu").tolist()
+        self.rates: list[float] = torch.linspace(0, drop_path, layers, device="cpu").tolist()
         self.blocks = nn.ModuleList(
             LvVitBlock(embed_dim, num_heads, mlp_ratio, residual_divisor) for _ in range(layers)
         )
@@ -114,7 +113,7 @@ class LvVit(TwoHeads, nn.Module):
         self.head = nn.Linear(embed_dim, num_classes)
         self.aux_head = nn.Linear(embed_dim, num_classes)
         self._draw_weights()
-        if not use_aux_head:
+        if not aux_head:
             # Removed after the weights are drawn: the other weights are the same with and without it.
             self.aux_head = None
 
@@ -168,20 +167,16 @@ class LvVit(TwoHeads, nn.Module):
         """Turn activation checkpointing of blocks on or off."""
         self.grad_checkpointing = enable
 
-    def get_classifier(self) -> nn.Module:
-        """Return the head of the class token."""
-        return self.head
-
 
 for _name, _settings in LVVIT_SIZES.items():
     register_model(
         ModelSpec(
             name=_name,
-            build=partial(build_network, LvVit, _settings),
+            build=LvVit,
             stride=_PATCH,
             heads=("head", "aux_head"),
             crop_pct=0.9 if _name in ("lvvit_t", "lvvit_s") else 1.0,
             adapt_weights=fit_position_embedding,
-            export=TimmExport(_name, _settings, "patch_embed.conv1"),
+            arguments=_settings,
         )
     )

@@ -23,15 +23,12 @@ from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.outlook import Outlook
-from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.timm_export import fixed_images
 
 IMAGES, LOGITS = "images", "logits"
 Sides = Literal["fixed", "dynamic"]  # height and width of the images
 
 _NEEDED = ("onnx", "onnxscript")
-# An ONNX file is limited to 2 GiB; the weights of larger models are stored in a second file.
-_LARGEST_FILE_BYTES = 1_900_000_000
 # Images of another grid than the network's own, so that the resizing of a position embedding is exported.
 _MORE_ROWS, _MORE_COLUMNS = 80, 112
 
@@ -67,7 +64,6 @@ def write_onnx(
     if sides == "dynamic":
         dynamic |= {2: torch.export.Dim("height"), 3: torch.export.Dim("width")}
         images = fixed_images(len(images), image_side + _MORE_ROWS, image_side + _MORE_COLUMNS)
-    size = sum(tensor.nbytes for tensor in network.state_dict().values())
     # The exporter causes warnings about its own use of torch.
     with warnings.catch_warnings(action="ignore"):
         try:
@@ -93,7 +89,7 @@ def write_onnx(
     for name, values in properties.items():
         if values:
             program.model.metadata_props[name] = json.dumps(list(values))
-    program.save(file, external_data=size > _LARGEST_FILE_BYTES)
+    program.save(file)  # weights of more than 1.5 GiB into a second file
 
 
 def _cannot_write(network: nn.Module, reason: str, image_side: int, batch: int, sides: Sides) -> UserError:
@@ -168,36 +164,24 @@ def fold_windows(
     return folded if is_fixed else folded[:, :, :height, :width]
 
 
-class ConvolvedOutlook(nn.Module):
-    """Outlook attention with the parameters of timm's module or of `Outlook`, for evaluation only."""
+class ConvolvedOutlook(Outlook):
+    """Outlook attention with convolutions in place of unfold and fold, for evaluation only."""
 
-    weights: Tensor
-
-    def __init__(self, outlook: Any) -> None:
-        super().__init__()
-        self.values, self.attention, self.projection = outlook.v, outlook.attn, outlook.proj
-        self.pool = outlook.pool
-        self.heads, self.scale = outlook.num_heads, outlook.scale
-        self.kernel, self.padding, self.stride = outlook.kernel_size, outlook.padding, outlook.stride
-        weights = place_weights(outlook.v.out_features, self.kernel).to(outlook.v.weight)
-        self.register_buffer("weights", weights, persistent=False)
+    weights: Tensor  # `place_weights`
 
     def forward(self, cells: Tensor) -> Tensor:
         """Return cells of the same shape (batch, rows, columns, channels)."""
-        size = (cells.shape[1], cells.shape[2])
-        places = self.kernel**2
+        heads, places = self.num_heads, self.kernel_size**2
         geometry = {"padding": self.padding, "stride": self.stride}
-        values = self.values(cells).permute(0, 3, 1, 2)
-        unfolded = unfold_windows(values, self.weights, **geometry)
+        unfolded = unfold_windows(self.v(cells).permute(0, 3, 1, 2), self.weights, **geometry)
         channels, rows, columns = unfolded.shape[1:]
-        windows = unfolded.reshape(-1, self.heads, channels // self.heads // places, places, rows * columns)
-        pooled = self.pool(cells.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        logits = self.attention(pooled).reshape(-1, rows * columns, self.heads, places, places)
+        windows = unfolded.reshape(-1, heads, channels // heads // places, places, rows * columns)
+        logits = self.logits(cells).reshape(-1, rows * columns, heads, places, places)
         weights = (logits.transpose(1, 2) * self.scale).softmax(dim=-1)
         mixed = weights @ windows.permute(0, 1, 4, 3, 2)  # (batch, heads, windows, places, width)
         mixed = mixed.permute(0, 1, 4, 3, 2).reshape(-1, channels, rows, columns)
-        folded = fold_windows(mixed, self.weights, size, **geometry)
-        projected: Tensor = self.projection(folded.permute(0, 2, 3, 1))
+        folded = fold_windows(mixed, self.weights, (cells.shape[1], cells.shape[2]), **geometry)
+        projected: Tensor = self.proj(folded.permute(0, 2, 3, 1))
         return projected
 
 
@@ -224,15 +208,12 @@ class MatrixPool(nn.Module):
 def exportable(network: nn.Module) -> nn.Module:
     """Return a copy in evaluation mode, with outlook attention and adaptive pooling as above."""
     own = copy.deepcopy(network).eval()
-    for parent in list(own.modules()):
-        for name, child in list(parent.named_children()):
+    for module in list(own.modules()):
+        for name, child in list(module.named_children()):
             if isinstance(child, nn.AdaptiveAvgPool2d) and isinstance(child.output_size, int):
-                setattr(parent, name, MatrixPool(child.output_size))
-    if any(isinstance(each, VOLO) for each in own.modules()):
-        for block in list(own.modules()):
-            attention = getattr(block, "attn", None)
-            # All of timm's attention modules have this name; only outlook attention has an unfold.
-            unfolds = isinstance(getattr(attention, "unfold", None), nn.Unfold)
-            if unfolds or isinstance(attention, Outlook):
-                block.attn = ConvolvedOutlook(attention)
+                setattr(module, name, MatrixPool(child.output_size))
+        if isinstance(module, Outlook):
+            weights = place_weights(module.v.out_features, module.kernel_size).to(module.v.weight)
+            module.register_buffer("weights", weights, persistent=False)
+            module.__class__ = ConvolvedOutlook
     return own

@@ -81,16 +81,3 @@ class Outlook(nn.Module):
     def geometry(self, logits: Tensor) -> list[int]:
         """Return the geometry of the windows of these logits."""
         return [*logits.shape[1:3], self.num_heads, self.kernel_size, self.padding, self.stride]
-
-    def received(self, pixels: Tensor) -> Tensor:
-        """Return the attention that positions receive (batch, height, width); on average it is 1."""
-        height, width = pixels.shape[1:3]
-        places = self.kernel_size**2
-        by_window = self.logits(pixels).flatten(1, 2)
-        logits = torch.unflatten(by_window, 2, (self.num_heads, places, places))
-        weights = (logits.float() * self.scale).softmax(dim=-1)  # (batch, windows, heads, targets, sources)
-        by_source = weights.mean(dim=2).sum(dim=2).transpose(1, 2)  # (batch, sources, windows)
-        fold = {"kernel_size": self.kernel_size, "padding": self.padding, "stride": self.stride}
-        received = F.fold(by_source, (height, width), **fold)
-        windows = F.fold(torch.ones_like(by_source), (height, width), **fold)  # that contain a position
-        return (received / windows).squeeze(1)

@@ -7,7 +7,7 @@ A family of models is one file that ends with `register_model`, and its names in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -21,11 +21,9 @@ State = Mapping[str, Tensor]
 AdaptWeights = Callable[[nn.Module, State], tuple[dict[str, Tensor], list[str]]]
 
 
-class BuildModel(Protocol):
-    """The constructor of a model with fresh weights."""
-
-    def __call__(self, *, img_size: int, num_classes: int, drop_path: float, aux_head: bool) -> nn.Module:
-        """Build the model; `aux_head` asks for token logits, of a model that has a `stride`."""
+# (img_size=, num_classes=, drop_path=, aux_head=, and `arguments`) -> a model with fresh weights; `aux_head`
+# asks for token logits, of a model that has a `stride`.
+BuildModel = Callable[..., nn.Module]
 
 
 @runtime_checkable
@@ -34,16 +32,6 @@ class TokenModel(Protocol):
 
     training_logits: Callable[..., tuple[Tensor, Tensor]]  # a Forward (models/build.py) of both heads
     class_logits: Callable[..., tuple[Tensor, Tensor]]  # a Forward without token logits
-
-
-@dataclass(frozen=True)
-class TimmExport:
-    """How timm loads an exported model."""
-
-    architecture: str  # timm's name of the model, if timm has it; otherwise the export is under our name
-    arguments: Mapping[str, Any]  # of the constructor, besides classes and image size
-    first_conv: str  # name of the first convolution
-    constructor: Callable[..., nn.Module] | None = None  # timm's class, where timm has no such architecture
 
 
 def unchanged(model: nn.Module, state: State) -> tuple[dict[str, Tensor], list[str]]:  # noqa: ARG001
@@ -66,7 +54,9 @@ class ModelSpec:
     std: tuple[float, ...] = IMAGENET_DEFAULT_STD
     interpolation: str = "bicubic"  # of resizing for evaluation: "bicubic" or "bilinear"
     adapt_weights: AdaptWeights = unchanged
-    export: TimmExport | None = None
+    timm_name: str = ""  # of the architecture, for exports, if timm has it
+    timm_class: Callable[..., nn.Module] | None = None  # timm's class of the same network
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of `build` and `timm_class`, such as layers
 
 
 class NormsOverRanks(NamedTuple):
@@ -96,8 +86,3 @@ def register_model(spec: ModelSpec) -> None:
 def registered_model(name: str) -> ModelSpec | None:
     """Return what was registered under a name."""
     return MODELS.find(name) if name in MODELS.names() else None
-
-
-def registered_models() -> tuple[str, ...]:
-    """Return the names of all registered models."""
-    return tuple(MODELS.names())

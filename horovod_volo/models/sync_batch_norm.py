@@ -12,7 +12,7 @@ activation checkpointing, takes the statistics of the first one: it exchanges no
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +20,6 @@ from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.registry import NORMS_OVER_RANKS, NormsOverRanks
-
-
-class RankSums(Protocol):
-    """The exchanges between ranks that the layers need."""
-
-    size: int
-
-    def gather(self, row: Tensor, name: str) -> Tensor:
-        """Return the flat tensors of all ranks (ranks, length). Collective."""
-
-    def sum(self, values: Tensor, name: str) -> Tensor:
-        """Return the sum over ranks. Collective."""
 
 
 class Moments(NamedTuple):
@@ -45,7 +33,11 @@ class Moments(NamedTuple):
 class SyncBatchNorm(nn.BatchNorm2d):
     """Batch norm over ranks once `ranks` is set and has more than one; until then torch's own."""
 
-    ranks: RankSums | None = None
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
+    ranks: Any = None  # a cluster.world.WorldSums
     name = ""  # of its exchanges, the same on all ranks
     moments: Moments | None = None  # of the last forward
 
@@ -89,10 +81,10 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
 
 
 def _normalize_alone(layer: SyncBatchNorm, maps: Tensor) -> Tensor:
-    mean, variance = layer.running_mean, layer.running_var
-    if layer.training and _is_repeated() and mean is not None and variance is not None:
-        scale, shift, eps = layer.weight, layer.bias, layer.eps
-        return F.batch_norm(maps, mean.clone(), variance.clone(), scale, shift, training=True, eps=eps)
+    if layer.training and layer.track_running_stats and _is_repeated():
+        # Copies, as a repeated forward saves as many tensors as the first, and moves no averages.
+        mean, variance = layer.running_mean.clone(), layer.running_var.clone()
+        return F.batch_norm(maps, mean, variance, layer.weight, layer.bias, training=True, eps=layer.eps)
     return nn.BatchNorm2d.forward(layer, maps)
 
 
@@ -101,44 +93,29 @@ def _is_repeated() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _moments(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], ranks: RankSums) -> list[Moments]:
+def _moments(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], ranks: Any) -> list[Moments]:
     if _is_repeated() and all(layer.moments is not None for layer in layers):
         return [layer.moments for layer in layers if layer.moments is not None]
     with torch.no_grad():
-        row = torch.cat([part for maps in inputs for part in _own_moments(maps)])
-        gathered = ranks.gather(row, f"{layers[0].name}.forward")  # (ranks, length)
-        found, first = [], 0
-        for layer in layers:
-            channels = layer.num_features
-            counts = gathered[:, first : first + 1]
-            means = gathered[:, first + 1 : first + 1 + channels]
-            squares = gathered[:, first + 1 + channels : first + 1 + 2 * channels]
-            first += 1 + 2 * channels
+        own = [part for maps in inputs for part in _own_moments(maps)]
+        gathered = ranks.gather(torch.cat(own), f"{layers[0].name}.forward")  # (ranks, length)
+        parts = iter(torch.split(gathered, [len(part) for part in own], dim=1))
+        for layer, counts, means, squares in zip(layers, parts, parts, parts, strict=True):
             count = counts.sum()
             mean = (counts / count * means).sum(dim=0)
-            squares = squares.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
-            layer.moments = Moments(count, mean, squares)
-            _move_averages(layer, layer.moments)
-            found.append(layer.moments)
-    return found
+            total_squares = squares.sum(dim=0) + (counts * (means - mean).square()).sum(dim=0)
+            layer.moments = Moments(count, mean, total_squares)
+            if layer.track_running_stats:
+                layer.num_batches_tracked.add_(1)
+                layer.running_mean.lerp_(mean, layer.momentum)
+                layer.running_var.lerp_(total_squares / (count - 1), layer.momentum)
+    return [layer.moments for layer in layers if layer.moments is not None]
 
 
 def _own_moments(maps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     pixels = maps.numel() // maps.shape[1]
     variance, mean = torch.var_mean(_wide(maps), dim=(0, 2, 3), correction=0)
     return mean.new_full((1,), pixels), mean, variance * pixels
-
-
-def _move_averages(layer: SyncBatchNorm, moments: Moments) -> None:
-    if not layer.track_running_stats:
-        return
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    assert layer.num_batches_tracked is not None
-    assert layer.momentum is not None
-    layer.num_batches_tracked.add_(1)
-    layer.running_mean.lerp_(moments.mean, layer.momentum)
-    layer.running_var.lerp_(moments.squares / (moments.pixels - 1), layer.momentum)
 
 
 class _NormalizeOverRanks(torch.autograd.Function):
@@ -191,7 +168,7 @@ def _per_channel(values: Tensor) -> Tensor:
     return values.view(1, -1, 1, 1)
 
 
-def connect_norms(network: nn.Module, ranks: RankSums) -> int:
+def connect_norms(network: nn.Module, ranks: Any) -> int:
     """Let the norms of a network exchange with other ranks; return how many there are."""
     norms = [(name, each) for name, each in network.named_modules() if isinstance(each, SyncBatchNorm)]
     for name, norm in norms:

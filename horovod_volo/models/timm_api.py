@@ -28,6 +28,7 @@ except RuntimeError:  # "operator torchvision::nms does not exist"
 
 from timm import create_model, get_pretrained_cfg, is_model, list_models
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 from timm.models import group_parameters
 from timm.models.volo import VOLO
 
@@ -41,6 +42,8 @@ __all__ = [
     "group_parameters",
     "is_model",
     "list_models",
+    "resample_abs_pos_embed",
+    "resample_abs_pos_embed_nhwc",
 ]
 
 

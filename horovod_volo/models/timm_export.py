@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "model.onnx"
 STATE_DICT = "model.pth"  # of a network for pixels or boxes
 _EXPORT_FILES = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data", STATE_DICT}
 
-_PRETRAINED_CFG_KEYS = ("fixed_input_size", "pool_size", "first_conv", "classifier")
+_METADATA_OF_TIMM = ("fixed_input_size", "pool_size", "first_conv", "classifier")
 
 
 def check_folder(folder: Path, *, replace: bool) -> None:
@@ -51,13 +51,12 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder` at the end of the block, or is removed if it raises."""
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    beside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
+    beside.mkdir()
     try:
-        mode = folder.parent.stat().st_mode & 0o777  # a temporary folder is readable by its owner only
-        beside.chmod(mode | 0o700)
         yield beside
         for file in beside.iterdir():
-            file.chmod(mode & 0o666 | 0o600)
+            file.chmod(beside.stat().st_mode & 0o666)  # safetensors writes files for their owner alone
             flush(file)
         flush(beside)
         check_folder(folder, replace=replace)  # again: another process may have created it
@@ -74,116 +73,84 @@ def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
     """Write the weights and config.json of a model."""
     # Copies, as safetensors does not store tensors that share memory.
     state = {name: tensor.contiguous().clone() for name, tensor in trained.network.state_dict().items()}
-    header = PixelStatistics(trained.mean, trained.std).header(trained.crop_mode, trained.crop_pct)
-    save_file(state, folder / WEIGHTS, metadata=header_of(trained.class_names) | header)
+    statistics = PixelStatistics(trained.mean, trained.std)
+    header = header_of(trained.class_names, statistics, trained.crop_mode, trained.crop_pct)
+    save_file(state, folder / WEIGHTS, metadata=header)
     text = json.dumps(config_of(trained), indent=2)
     (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")
 
 
 def config_of(trained: PretrainedModel) -> dict[str, Any]:
     """Return timm's config.json of a model."""
-    preprocessing = {
-        "input_size": (3, trained.image_side, trained.image_side),
-        "mean": trained.mean,
-        "std": trained.std,
-        "crop_pct": trained.crop_pct,
-        "crop_mode": trained.crop_mode,
-        "num_classes": trained.num_classes,
-    }
-    config: dict[str, Any] = {
-        "architecture": architecture_of(trained.name),
-        "num_classes": trained.num_classes,
-    }
+    spec, side, known = spec_of(trained.name), trained.image_side, timm_name(trained.name)
+    arguments: dict[str, Any] = {}  # of the constructor, besides the number of classes
+    metadata: dict[str, Any] = {"fixed_input_size": True, "pool_size": None}
+    if known:
+        published = get_pretrained_cfg(known).to_dict()
+        metadata = {key: published[key] for key in _METADATA_OF_TIMM if key in published}
+        if published["input_size"][-1] != side:
+            metadata |= {"pool_size": None} if "pool_size" in metadata else {}
+            arguments = {"img_size": side} if published.get("fixed_input_size") else {}
+    else:  # timm's functions for its architectures take no layers and widths, its classes do
+        arguments = {"img_size": side, **spec.arguments}
+    if spec.stride and not trained.has_aux_head:
+        arguments["use_aux_head"] = False
+    if spec.stride or not known:
+        metadata["classifier"] = [head for head in spec.heads if getattr(trained.network, head, None)]
     features = getattr(trained.network, "num_features", None)
-    if isinstance(features, int):
-        config["num_features"] = features
-    if trained.class_names:
-        config["label_names"] = list(trained.class_names)
-    arguments = _arguments(trained)
-    if arguments:
-        config["model_args"] = arguments
-    return config | {"pretrained_cfg": _pretrained_cfg(trained) | preprocessing}
+    return {
+        "architecture": known or trained.name,
+        "num_classes": trained.num_classes,
+        **({"num_features": features} if isinstance(features, int) else {}),
+        **({"label_names": list(trained.class_names)} if trained.class_names else {}),
+        **({"model_args": arguments} if arguments else {}),
+        "pretrained_cfg": {
+            **metadata,
+            "interpolation": trained.interpolation,
+            "input_size": (3, side, side),
+            "mean": trained.mean,
+            "std": trained.std,
+            "crop_pct": trained.crop_pct,
+            "crop_mode": trained.crop_mode,
+            "num_classes": trained.num_classes,
+        },
+    }
 
 
-def architecture_of(name: str) -> str:
-    """Return timm's name for a model's architecture; where timm has none, our own name."""
+def timm_name(name: str) -> str:
+    """Return timm's name of a model's architecture, or an empty string if timm has none."""
     spec = registered_model(name)
-    if spec is None:
-        return name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
-    export = spec.export
-    return export.architecture if export is not None and is_model(export.architecture) else name
-
-
-def _arguments(trained: PretrainedModel) -> dict[str, Any]:
-    """Return the constructor's arguments besides the number of classes."""
-    architecture, spec = architecture_of(trained.name), spec_of(trained.name)
-    head = {} if trained.has_aux_head or not spec.stride else {"use_aux_head": False}
-    if not is_model(architecture):
-        # timm's functions for its architectures take no layers and widths, its classes do.
-        arguments = spec.export.arguments if spec.export else {}
-        return {"img_size": trained.image_side, **arguments, **head}
-    usual = get_pretrained_cfg(architecture)
-    if not usual.fixed_input_size or usual.input_size[-1] == trained.image_side:
-        return head
-    return {"img_size": trained.image_side, **head}
-
-
-def _pretrained_cfg(trained: PretrainedModel) -> dict[str, Any]:
-    """Return the rest of timm's `pretrained_cfg`: mostly the names of the first and the last layers."""
-    spec = registered_model(trained.name)
-    if spec is not None:
-        heads = [head for head in spec.heads if getattr(trained.network, head, None) is not None]
-        timms: Mapping[str, Any] = {"fixed_input_size": True, "pool_size": None, "classifier": heads}
-        if spec.export:
-            timms = {**timms, "first_conv": spec.export.first_conv}
-    else:
-        timms = get_pretrained_cfg(trained.name).to_dict()
-        side = timms["input_size"][-1]
-        timms = timms if side == trained.image_side else {**timms, "pool_size": None}
-    metadata = {key: timms[key] for key in _PRETRAINED_CFG_KEYS if key in timms}
-    return metadata | {"interpolation": trained.interpolation}
+    known = spec.timm_name if spec else name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
+    return known if is_model(known) else ""
 
 
 def how_timm_loads(name: str, folder: Path) -> str:
     """Return the line that tells the user how timm loads an export."""
-    if is_model(architecture_of(name)):
+    if timm_name(name):
         return f'timm loads it: timm.create_model("local-dir:{folder}", pretrained=True)'
     refused = f"timm.create_model cannot load it, as timm has no {name}"
-    constructor = _timm_constructor(name)
-    if constructor is None:
+    built = spec_of(name).timm_class
+    if built is None:
         return f"{refused}."
-    full_name = f"{constructor.__module__}.{constructor.__qualname__}"
+    full_name = f"{built.__module__}.{built.__qualname__}"
     return f"{refused}; {full_name} can, given num_classes and model_args of {CONFIG}."
-
-
-def _timm_constructor(name: str) -> Callable[..., nn.Module] | None:
-    """Return timm's class for a model that timm has no architecture of, or None."""
-    spec = registered_model(name)
-    return spec.export.constructor if spec is not None and spec.export is not None else None
 
 
 def timm_difference(trained: PretrainedModel, folder: Path) -> float | None:
     """Return the largest difference from the logits of timm's model; None: timm cannot load it."""
-    network = _loaded_by_timm(folder)
-    if network is None:
+    timm_class = spec_of(trained.name).timm_class
+    if timm_name(trained.name):
+        network: nn.Module = create_model(f"local-dir:{folder}", pretrained=True)
+    elif timm_class:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        network = timm_class(num_classes=config["num_classes"], **config["model_args"])
+        network.load_state_dict(load_file(folder / WEIGHTS))
+    else:
         return None
     network.eval().requires_grad_(False)  # otherwise torch uses other kernels, which round differently
     images = fixed_images(2, trained.image_side)
     with torch.inference_mode():
         return float((network(images) - trained.network(images)).abs().max())
-
-
-def _loaded_by_timm(folder: Path) -> nn.Module | None:
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if is_model(config["architecture"]):
-        known: nn.Module = create_model(f"local-dir:{folder}", pretrained=True)
-        return known
-    constructor = _timm_constructor(config["architecture"])
-    if constructor is None:
-        return None
-    network = constructor(num_classes=config["num_classes"], **config.get("model_args", {}))
-    network.load_state_dict(load_file(folder / WEIGHTS))
-    return network
 
 
 def fixed_images(count: int, height: int, width: int = 0) -> Tensor:

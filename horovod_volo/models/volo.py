@@ -9,19 +9,17 @@ head. Parameter names and the results of evaluation are timm's, so checkpoints a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from horovod_volo.models.blocks import Attention, Block, DropPathSample, sample_drop_path, stem_input
 from horovod_volo.models.outlook import Outlook
-from horovod_volo.models.registry import ModelSpec, State, TimmExport, register_model
-from horovod_volo.models.timm_api import VOLO
+from horovod_volo.models.registry import ModelSpec, State, register_model
+from horovod_volo.models.timm_api import VOLO, resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 
 TokenSwap = Callable[[Tensor], Tensor]  # of a grid (batch, rows, columns, channels); its own inverse
 
@@ -47,11 +45,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_block(
-    model: Any, block: nn.Module, tokens: Tensor, *samples: DropPathSample, checkpointed: bool = True
-) -> Tensor:
-    """Run a block, with activation checkpointing if that is on for it."""
-    if not (checkpointed and model.grad_checkpointing and model.training):
+def run_block(model: Any, block: nn.Module, tokens: Tensor, *samples: DropPathSample) -> Tensor:
+    """Run a block, with activation checkpointing if that is on."""
+    if not (model.grad_checkpointing and model.training):
         plain: Tensor = block(tokens, *samples)
         return plain
     # Blocks draw no random numbers, so recomputation needs no saved generator state.
@@ -60,16 +56,11 @@ def run_block(
 
 
 def run_blocks(
-    model: Any,
-    blocks: Iterable[nn.Module],
-    tokens: Tensor,
-    samples: Iterator[DropPathSample],
-    *,
-    checkpointed: bool = True,
+    model: Any, blocks: Iterable[nn.Module], tokens: Tensor, samples: Iterator[DropPathSample]
 ) -> Tensor:
     """Run blocks of two branches one after the other."""
     for block in blocks:
-        tokens = run_block(model, block, tokens, next(samples), next(samples), checkpointed=checkpointed)
+        tokens = run_block(model, block, tokens, next(samples), next(samples))
     return tokens
 
 
@@ -79,14 +70,9 @@ class TwoHeads:
     head: nn.Module
     aux_head: nn.Linear | None  # gives token logits, which token labels need
     grid: tuple[int, int]  # rows and columns of tokens
-
-    def stem(self, images: Tensor) -> Tensor:
-        """Return a grid of tokens (batch, rows, columns, channels)."""
-        raise NotImplementedError
-
-    def body(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
-        """Return normalized features (batch, 1 + tokens, channels) of a grid, the class token first."""
-        raise NotImplementedError
+    stem: Callable[[Tensor], Tensor]  # images -> a grid of tokens (batch, rows, columns, channels)
+    # (grid, drop path seed) -> normalized features (batch, 1 + tokens, channels), the class token first
+    body: Callable[..., Tensor]
 
     def training_logits(
         self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
@@ -113,11 +99,9 @@ class TwoHeads:
 class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
     """timm's VOLO with a training forward."""
 
-    checkpointed_stages = "all"  # or "outlookers" or "transformers": of these, if checkpointing is on at all
-
-    def __init__(self, *, use_aux_head: bool = True, **settings: Any) -> None:
-        super().__init__(**settings)
-        if not use_aux_head:
+    def __init__(self, *, drop_path: float = 0.0, aux_head: bool = True, **settings: Any) -> None:
+        super().__init__(drop_path_rate=drop_path, **settings)
+        if not aux_head:
             # Removed after the weights are drawn: the other weights are the same with and without it.
             self.aux_head = None
         for number, stage in enumerate(self.network):
@@ -147,16 +131,11 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
         """Run all stages but class attention on the stem's grid; return (batch, tokens, channels)."""
         samples = self._sample_drop_path(tokens, drop_path_seed)
         outlookers, downsampling, *transformers = self.network
-        in_first = self._checkpoints("outlookers")
-        tokens = downsampling(run_blocks(self, outlookers, tokens, samples, checkpointed=in_first))
+        tokens = downsampling(run_blocks(self, outlookers, tokens, samples))
         tokens = self.pos_drop(tokens + self.pos_embed)
-        blocks = [block for stage in transformers for block in stage]
-        in_others = self._checkpoints("transformers")
-        tokens = run_blocks(self, blocks, tokens, samples, checkpointed=in_others)
+        for stage in transformers:
+            tokens = run_blocks(self, stage, tokens, samples)
         return tokens.flatten(1, 2)
-
-    def _checkpoints(self, stages: str) -> bool:
-        return self.checkpointed_stages in ("all", stages)
 
     def _sample_drop_path(self, tokens: Tensor, seed: int | None) -> Iterator[DropPathSample]:
         """Yield the drop path sample of each residual branch, in order."""
@@ -165,65 +144,29 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): the class token, after class attention, comes first."""
-        checkpointed = self._checkpoints("transformers")
         features = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.post_network:
-            features = run_block(self, block, features, checkpointed=checkpointed)
+            features = run_block(self, block, features)
         return features
-
-
-@torch.no_grad()
-def received_attention(network: nn.Module, images: Tensor) -> Tensor | None:
-    """Return the attention that positions receive in the last outlooker (batch, rows, columns); None without.
-
-    In a window, every target position distributes its attention over all positions of the window. What a
-    position receives, summed over targets and windows, is 1 on average inside the image. The network is
-    evaluated, and left as it was.
-    """
-    if not isinstance(network, Volo):
-        return None
-    modes = {module: module.training for module in network.modules()}  # frozen batch norm does not train
-    network.eval()
-    try:
-        tokens = network.stem(images)
-        *before, last = network.network[0]
-        for block in before:
-            tokens = block(tokens)
-        attention: Tensor = last.attn.received(last.norm1(tokens))
-        return attention
-    finally:
-        for module, is_training in modes.items():
-            module.training = is_training
 
 
 def fit_position_embedding(model: nn.Module, state: State) -> tuple[dict[str, Tensor], list[str]]:
     """Return the weights with `pos_embed` reshaped or resized to the model's if possible, and messages."""
-    given = dict(state)
+    given, messages = dict(state), list[str]()
     old, new = given.get("pos_embed"), model.state_dict()["pos_embed"]
     if old is None or old.shape == new.shape or old.shape[:1] != (1,) or not old.numel():
         return given, []
-    reshaped: list[str] = []
-    if old.ndim == 3 and new.ndim == 4:
-        old, reshaped = _as_grid(old)
-        given["pos_embed"] = old
-    if old.shape == new.shape:
-        return given, reshaped
-    if old.ndim != new.ndim or old.shape[-1] != new.shape[-1]:
-        return given, []
-    old_grid, grid = _grid(old), _grid(new)
-    if not (old_grid and grid):
-        return given, []
-    given["pos_embed"] = resize_position_embedding(old, old_grid, grid)
-    sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))
-    return given, [*reshaped, f"position embedding resized from {' to '.join(sizes)}"]
-
-
-def _as_grid(embedding: Tensor) -> tuple[Tensor, list[str]]:
-    """Reshape (1, tokens, channels), without a class token, to a square grid, as in published weights."""
-    side = math.isqrt(embedding.shape[1])
-    if side * side != embedding.shape[1]:
-        return embedding, []
-    return embedding.reshape(1, side, side, -1), [f"position embedding laid out as {side} x {side} tokens"]
+    if old.ndim == 3 and new.ndim == 4 and (side := math.isqrt(old.shape[1])) ** 2 == old.shape[1]:
+        # Without a class token, as in published weights.
+        old = given["pos_embed"] = old.reshape(1, side, side, -1)
+        messages.append(f"position embedding laid out as {side} x {side} tokens")
+    if old.shape != new.shape and old.ndim == new.ndim and old.shape[-1] == new.shape[-1]:
+        old_grid, grid = _grid(old), _grid(new)
+        if old_grid and grid:
+            given["pos_embed"] = resize_position_embedding(old, old_grid, grid)
+            sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))
+            messages.append(f"position embedding resized from {' to '.join(sizes)}")
+    return given, messages
 
 
 def _grid(embedding: Tensor) -> tuple[int, int] | None:
@@ -239,32 +182,12 @@ def resize_position_embedding(embedding: Tensor, old: tuple[int, int], grid: tup
 
     It is (1, rows, columns, channels), or (1, 1 + rows * columns, channels), whose first token stays.
     """
-    channels = embedding.shape[-1]
-    prefix = embedding[:, :0] if embedding.ndim == 4 else embedding[:, :1]
-    tokens = embedding if embedding.ndim == 4 else embedding[:, 1:]
-    channels_first = tokens.reshape(1, *old, channels).permute(0, 3, 1, 2).float()
-    resized = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)
-    tokens = resized.permute(0, 2, 3, 1).to(embedding.dtype)  # (1, rows, columns, channels)
-    return tokens if embedding.ndim == 4 else torch.cat([prefix, tokens.flatten(1, 2)], dim=1)
-
-
-def build_network(
-    constructor: Callable[..., nn.Module],
-    settings: Mapping[str, Any],
-    *,
-    img_size: int,
-    num_classes: int,
-    drop_path: float,
-    aux_head: bool,
-) -> nn.Module:
-    """Build a network of this class, with the settings of its size."""
-    return constructor(
-        img_size=img_size,
-        num_classes=num_classes,
-        drop_path_rate=drop_path,
-        use_aux_head=aux_head,
-        **settings,
-    )
+    resized: Tensor
+    if embedding.ndim == 4:
+        resized = resample_abs_pos_embed_nhwc(embedding, list(grid), antialias=False)
+    else:
+        resized = resample_abs_pos_embed(embedding, list(grid), list(old), antialias=False)
+    return resized
 
 
 # Above 1 the evaluation crop is larger than the resized image, and its margin is black.
@@ -274,11 +197,13 @@ for _name, _settings in SIZES.items():
     register_model(
         ModelSpec(
             name=_name,
-            build=partial(build_network, Volo, _settings),
+            build=Volo,
             stride=16,  # the stem divides by 8, the downsampling by 2
             heads=("head", "aux_head"),
             crop_pct=_CROP_PCT.get(_name, 0.96),
             adapt_weights=fit_position_embedding,
-            export=TimmExport(f"{_name}_224", _settings, "patch_embed.conv.0", constructor=VOLO),
+            timm_name=f"{_name}_224",
+            timm_class=VOLO,
+            arguments=_settings,
         )
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,44 +133,43 @@ def read_weights(source: str, *, use_ema: bool = False) -> Weights:
             raise _no_ema(source)
         return Weights(downloaded_weights(source.removeprefix(TIMM)), [])
     file = weights_file(Path(source))
+    content: Any = {}
     if file.suffix == ".safetensors":
-        tensors, messages = _read_safetensors(file, source, use_ema=use_ema)
-        return Weights(tensors, _without_best(Path(source), file) + messages)
-    content = _read(file)
-    if not isinstance(content, dict):
-        raise _no_state_dict(file)
-    raw, averaged = (
-        next((key for key in keys if isinstance(content.get(key), dict)), "")
-        for keys in (_RAW_KEYS, _EMA_KEYS)
-    )
+        is_ours = file.name in (_RAW_FILE, _EMA_FILE)
+        raw, averaged = file.name, _EMA_FILE if is_ours and file.with_name(_EMA_FILE).is_file() else ""
+    else:
+        content = _read(file)
+        raw, averaged = (
+            next(
+                (key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), ""
+            )
+            for keys in (_RAW_KEYS, _EMA_KEYS)
+        )
     if use_ema and not averaged:
         raise _no_ema(source)
     chosen = averaged if use_ema else raw or averaged
-    state = content[chosen] if chosen else content
-    if not all(isinstance(name, str) for name in state):
-        raise _no_state_dict(file)
-    tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    _check_tensors(tensors, file)
-    return Weights(tensors, _which(chosen == averaged, raw, averaged) if averaged else [])
+    if file.suffix == ".safetensors":
+        file = file.with_name(chosen)
+        _check_checksum(file)
+        tensors = _read(file)
+        _check_tensors(tensors, file)
+    else:
+        state = content[chosen] if chosen else content
+        _check_tensors(state, file)
+        tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    messages = _without_best(Path(source), file)
+    if averaged:
+        ema = f"averaged weights (EMA, {averaged})"
+        messages.append(ema if chosen == averaged else f"raw weights ({raw}); --use-ema loads the {ema}")
+    return Weights(tensors, messages)
 
 
-def _read_safetensors(file: Path, source: str, *, use_ema: bool) -> Weights:
-    """Read a safetensors file: one of a checkpoint, or any other."""
-    averaged = file.with_name(_EMA_FILE)
-    has_ema = file.name in (_RAW_FILE, _EMA_FILE) and averaged.is_file()
-    if use_ema and not has_ema:
-        raise _no_ema(source)
-    chosen = averaged if use_ema else file
-    _check_checksum(chosen)
-    tensors = _read(chosen)
-    _check_tensors(tensors, chosen)
-    return Weights(tensors, _which(chosen == averaged, _RAW_FILE, _EMA_FILE) if has_ema else [])
-
-
-def _check_tensors(state: Mapping[str, Any], file: Path) -> None:
+def _check_tensors(state: Any, file: Path) -> None:
     """Raise UserError unless all values are dense tensors of floating-point numbers, or of counts."""
+    if not isinstance(state, dict):
+        raise _no_state_dict(file)
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise _no_state_dict(file)
         is_dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta)
         if not is_dense or not (tensor.is_floating_point() or tensor.dtype == torch.int64):
@@ -185,13 +184,15 @@ def _check_checksum(file: Path) -> None:
     checksums = file.with_name(_CHECKSUMS)
     if not checksums.is_file():
         return
-    remedy = "Copy this checkpoint again, or name another one of the run"
     try:
-        expected = json.loads(checksums.read_bytes())["sha256"][file.stem]
+        intact = json.loads(checksums.read_bytes())["sha256"][file.stem] == file_sha256(file)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{checksums} holds no checksum of {file.name}: it is damaged. {remedy}.") from None
-    if file_sha256(file) != expected:
-        raise UserError(f"{file} is damaged: it does not match its checksum in {_CHECKSUMS}. {remedy}.")
+        intact = False
+    if not intact:
+        raise UserError(
+            f"{file} is damaged: it does not match its checksum in {_CHECKSUMS}. Copy this checkpoint again, "
+            "or name another one of the run."
+        )
 
 
 def _without_best(folder: Path, file: Path) -> list[str]:
@@ -199,11 +200,6 @@ def _without_best(folder: Path, file: Path) -> list[str]:
     if (folder / _BEST).is_symlink() and file.parent == folder / _LAST:
         return [f"{folder / _BEST} lacks {_RAW_FILE}, so the weights are those of {folder / _LAST}"]
     return []
-
-
-def _which(is_ema: bool, raw: str, ema: str) -> list[str]:
-    averaged = f"averaged weights (EMA, {ema})"
-    return [averaged if is_ema else f"raw weights ({raw}); --use-ema loads the {averaged}"]
 
 
 def _read(file: Path) -> Any:

@@ -30,11 +30,6 @@ class PixelStatistics(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def header(self, crop_mode: str, crop_pct: float) -> dict[str, str]:
-        """Return their entries, and those of the crop of evaluation, in the header of a safetensors file."""
-        crop = {"crop_mode": crop_mode, "crop_pct": str(crop_pct)}
-        return {_MEAN: json.dumps(self.mean), _STD: json.dumps(self.std), **crop}
-
     def describe(self) -> str:
         """Return them as flags."""
         mean, std = (" ".join(map(repr, values)) for values in self)
@@ -85,9 +80,18 @@ def finetune_warnings(source: str, settings: Data, model: str) -> list[str]:
     return [f"the weights in {source} were trained with {before.describe()}, this run uses {now.describe()}"]
 
 
-def header_of(names: Sequence[str]) -> dict[str, str]:
-    """Return the header of a safetensors file of a network with these classes."""
-    return {"format": "pt"} | ({_CLASSES: json.dumps(list(names))} if names else {})
+def header_of(
+    names: Sequence[str],
+    statistics: PixelStatistics | None = None,
+    crop_mode: str = "center",
+    crop_pct: float = 0.0,
+) -> dict[str, str]:
+    """Return the header of a safetensors file of a network with these classes, statistics and crop."""
+    header = {"format": "pt"} | ({_CLASSES: json.dumps(list(names))} if names else {})
+    if statistics:
+        header |= {_MEAN: json.dumps(statistics.mean), _STD: json.dumps(statistics.std)}
+        header |= {"crop_mode": crop_mode, "crop_pct": str(crop_pct)}
+    return header
 
 
 def read_class_names(source: str) -> tuple[str, ...]:

@@ -11,43 +11,27 @@ Invariant: the loss of a row is the mean over its classes, as in timm and PyTorc
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import softplus
 
 from horovod_volo.config.task_settings import Objective
-from horovod_volo.objective.loss import Loss, SoftTargetLoss, build_targets, register_loss
-from horovod_volo.objective.soft_target import SoftTarget, blocks, check_rows, may_overwrite
+from horovod_volo.objective.loss import Loss, register_loss, soft_target_loss
+from horovod_volo.objective.soft_target import SoftTarget, blocks, sparse_loss
 
 
-def binary_cross_entropy(logits: Tensor, target: SoftTarget, threshold: float = 0.0) -> Tensor:
+def binary_cross_entropy(
+    logits: Tensor, target: SoftTarget, threshold: float = 0.0, *, overwrite: bool = False
+) -> Tensor:
     """Return the BCE of each row, (rows,) fp32, whatever the logits' dtype.
 
-    With a threshold above 0 the target of a class is 1 if it is above it, and otherwise 0.
+    With a threshold above 0 the target of a class is 1 if it is above it, and otherwise 0. For `overwrite`
+    see `sparse_loss`.
     """
-    return _loss(logits, target, threshold, overwrite=False)
-
-
-def binary_cross_entropy_in_place(logits: Tensor, target: SoftTarget, threshold: float = 0.0) -> Tensor:
-    """Return `binary_cross_entropy`; the gradient overwrites the logits, which must not be read afterwards.
-
-    A leaf, a view of a leaf and logits that need no gradient are not overwritten.
-    """
-    return _loss(logits, target, threshold, overwrite=may_overwrite(logits))
-
-
-def _loss(logits: Tensor, target: SoftTarget, threshold: float, *, overwrite: bool) -> Tensor:
-    check_rows(logits, target)
     if threshold:
         target = above(target, threshold)
-    loss: Tensor = _SparseBinaryCE.apply(  # type: ignore[no-untyped-call]
-        logits, target.uniform, target.ids, target.weights, overwrite
-    )
-    return loss
+    return sparse_loss(logits, target, (_loss, _write_gradient), overwrite=overwrite)
 
 
 def above(target: SoftTarget, threshold: float) -> SoftTarget:
@@ -63,45 +47,28 @@ def above(target: SoftTarget, threshold: float) -> SoftTarget:
     return SoftTarget(uniform, target.ids, ((total > threshold).float() - uniform.unsqueeze(1)) * is_first)
 
 
-class _SparseBinaryCE(Function):
-    """The loss per row; with `overwrite`, backward writes the gradient into the logits."""
+def _loss(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    # The casts are explicit: the result must not depend on an autocast region around the call.
+    softplus_sums = torch.cat([softplus(logits[rows].float()).sum(dim=1) for rows in blocks(logits)])
+    weighted = (weights * logits.gather(1, ids).float()).sum(dim=1)
+    sums = logits.sum(dim=1, dtype=torch.float32)
+    return (softplus_sums - uniform * sums - weighted) / logits.shape[1], softplus_sums
 
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor, overwrite: bool
-    ) -> Tensor:
-        # The detached tensor shares the version counter, so autograd detects later changes of the logits.
-        numbers = logits.detach().contiguous()
-        # The casts are explicit: the result must not depend on an autocast region around the call.
-        softplus_sums = torch.cat([softplus(numbers[rows].float()).sum(dim=1) for rows in blocks(numbers)])
-        weighted = (weights * numbers.gather(1, ids).float()).sum(dim=1)
-        sums = numbers.sum(dim=1, dtype=torch.float32)
-        ctx.overwrite = overwrite
-        ctx.save_for_backward(numbers, uniform, ids, weights)
-        return (softplus_sums - uniform * sums - weighted) / numbers.shape[1]
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        numbers, uniform, ids, weights = ctx.saved_tensors
-        grad = numbers if ctx.overwrite else torch.empty_like(numbers)
-        scale = (grad_loss / numbers.shape[1]).unsqueeze(1)
-        for rows in blocks(numbers):
-            block = numbers[rows].float().sigmoid().sub_(uniform[rows].unsqueeze(1))
-            block.scatter_add_(1, ids[rows], -weights[rows])
-            torch.mul(block, scale[rows], out=grad[rows])
-        return grad, None, None, None, None
+def _write_gradient(
+    grad: Tensor, logits: Tensor, _: Tensor, grad_loss: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor
+) -> None:
+    scale = (grad_loss / logits.shape[1]).unsqueeze(1)
+    for rows in blocks(logits):
+        block = logits[rows].float().sigmoid().sub_(uniform[rows].unsqueeze(1))
+        block.scatter_add_(1, ids[rows], -weights[rows])
+        torch.mul(block, scale[rows], out=grad[rows])
 
 
 def _build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
     """Build the binary cross-entropy with the targets of the cross-entropy."""
-    return SoftTargetLoss(
-        build_targets(settings, num_classes, tokens_per_side),
-        settings.cls_weight,
-        settings.dense_weight,
-        partial(binary_cross_entropy, threshold=settings.bce_target_threshold),
-        partial(binary_cross_entropy_in_place, threshold=settings.bce_target_threshold),
-    )
+    row_loss = partial(binary_cross_entropy, threshold=settings.bce_target_threshold)
+    return soft_target_loss(row_loss, settings, num_classes, tokens_per_side)
 
 
 register_loss("bce", _build_loss)

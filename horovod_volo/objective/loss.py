@@ -5,43 +5,25 @@ The built-in losses are the cross-entropy here, and the binary cross-entropy (bi
 soft targets of the class and of the tokens. The model swaps tokens back before the token head, so token
 targets need no mixing. The class token has seen both images, so its target is mixed. Invariant: what depends
 on the settings is decided once, in `build_loss`.
-
-Weights of classes multiply the target of an image or of a token by the mean weight of the classes under it,
-before smoothing: for a class label by the weight of the class, for a label map by the sum over classes of
-target x weight. Images are weighted before they are mixed. The mean over the batch is not divided by the
-weights.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.names import Registry, nearest
+from horovod_volo.core.names import Registry
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
 from horovod_volo.objective.mixing import Mix
-from horovod_volo.objective.soft_target import (
-    SoftTarget,
-    blend,
-    cross_entropy,
-    cross_entropy_in_place,
-    one_hot,
-    smoothed,
-)
-
-BALANCED = "balanced"
+from horovod_volo.objective.soft_target import SoftTarget, blend, cross_entropy, one_hot, smoothed
 
 
 class LossParts(NamedTuple):
@@ -59,8 +41,8 @@ class Targets(NamedTuple):
     tokens: SoftTarget | None = None  # batch x tokens rows, row-major; None: there is no loss of tokens
 
 
-# (logits (rows, classes), target) -> loss of each row, fp32
-RowLoss = Callable[[Tensor, SoftTarget], Tensor]
+# (logits (rows, classes), target, whether to overwrite the logits by their gradient) -> loss of each row
+RowLoss = Callable[..., Tensor]
 
 # (class logits (batch, classes), token logits (batch, tokens, classes) in unmixed order, labels, mix)
 Loss = Callable[[Tensor, Tensor, Labels, Mix], LossParts]
@@ -72,26 +54,9 @@ LOSSES: Registry[BuildLoss] = Registry("loss", "--loss")
 register_loss = LOSSES.register
 
 
-def build_loss(
-    settings: Objective, num_classes: int, tokens_per_side: int, class_weights: ClassWeights | None = None
-) -> Loss:
-    """Build the loss that the settings name; only the built-in one takes weights of classes."""
-    if class_weights is not None:
-        return _soft_target_loss(settings, num_classes, tokens_per_side, class_weights)
+def build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
+    """Build the loss that the settings name."""
     return LOSSES.find(settings.loss)(settings, num_classes, tokens_per_side)
-
-
-def _soft_target_loss(
-    settings: Objective, num_classes: int, tokens_per_side: int, class_weights: ClassWeights | None = None
-) -> Loss:
-    """Build the cross-entropy with soft targets of the class and, with token labels, of the tokens."""
-    targets = build_targets(settings, num_classes, tokens_per_side, class_weights)
-    return SoftTargetLoss(
-        targets, settings.cls_weight, settings.dense_weight, cross_entropy, cross_entropy_in_place
-    )
-
-
-register_loss("soft-target", _soft_target_loss)
 
 
 @dataclass(frozen=True)
@@ -101,26 +66,24 @@ class SoftTargetLoss:
     targets: Callable[[Labels], Targets]
     class_weight: float
     token_weight: float
-    class_row_loss: RowLoss
-    token_row_loss: RowLoss  # may overwrite the logits
+    row_loss: RowLoss
 
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, mix: Mix) -> LossParts:
         """Return the loss of one micro-batch."""
         classes, tokens = self.targets(labels)
         mixed = blend(classes, classes.reversed_batch(), mix.lam)
-        class_loss = self.class_row_loss(class_logits, mixed).mean()
+        class_loss = self.row_loss(class_logits, mixed).mean()
         if tokens is None:
             return LossParts(self.class_weight * class_loss, class_loss, torch.zeros_like(class_loss))
-        token_loss = self.token_row_loss(token_logits.flatten(0, 1), tokens).mean()
-        return LossParts(
-            self.class_weight * class_loss + self.token_weight * token_loss, class_loss, token_loss
-        )
+        token_loss = self.row_loss(token_logits.flatten(0, 1), tokens, overwrite=True).mean()
+        total = self.class_weight * class_loss + self.token_weight * token_loss
+        return LossParts(total, class_loss, token_loss)
 
 
-def build_targets(
-    settings: Objective, num_classes: int, tokens_per_side: int, class_weights: ClassWeights | None = None
-) -> Callable[[Labels], Targets]:
-    """Return the function that makes the targets of labels."""
+def soft_target_loss(
+    row_loss: RowLoss, settings: Objective, num_classes: int, tokens_per_side: int
+) -> SoftTargetLoss:
+    """Build a loss with soft targets of the class and, with token labels, of the tokens."""
     # Without a loss of tokens the model has no auxiliary head.
     side = tokens_per_side if settings.token_label and settings.dense_weight else 0
     targets: Callable[[Labels], Targets]
@@ -129,7 +92,10 @@ def build_targets(
         targets = LabelMapTargets(num_classes, side, settings.smoothing, geometry, ground_truth=truth)
     else:
         targets = partial(_class_targets, num_classes, side, settings.smoothing)
-    return targets if class_weights is None else partial(class_weights.weigh, targets, settings.smoothing)
+    return SoftTargetLoss(targets, settings.cls_weight, settings.dense_weight, row_loss)
+
+
+register_loss("soft-target", partial(soft_target_loss, cross_entropy))
 
 
 def _class_targets(num_classes: int, tokens_per_side: int, smoothing: float, labels: Labels) -> Targets:
@@ -184,78 +150,3 @@ def check_threshold(settings: Objective, num_classes: int) -> None:
             f"{of_all:.3g}, and --bce-target-threshold {threshold:g} would make it 1. Use a threshold above "
             "it, or --smoothing 0."
         )
-
-
-class ClassWeights:
-    """The weight of each class."""
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        values = torch.tensor(weights, dtype=torch.float32)
-        self._on = cache(values.to)  # one copy to each device
-
-    def _weighted(self, target: SoftTarget, smoothing: float) -> SoftTarget:
-        """Return a target that was smoothed, each row multiplied by its mean weight before smoothing."""
-        weights = self._on(target.ids.device)
-        # Smoothing adds the same to every class; what is left is in proportion to the target before it.
-        uniform = target.uniform - smoothing / len(weights)  # (rows,)
-        weighted = uniform * weights.sum() + (target.weights * weights[target.ids]).sum(dim=1)
-        factor = weighted / (uniform * len(weights) + target.weights.sum(dim=1))
-        return SoftTarget(target.uniform * factor, target.ids, target.weights * factor.unsqueeze(1))
-
-    def weigh(self, targets: Callable[[Labels], Targets], smoothing: float, labels: Labels) -> Targets:
-        """Return the weighted targets of labels."""
-        classes, tokens = targets(labels)
-        weighted = Targets(self._weighted(classes, smoothing))
-        return weighted if tokens is None else weighted._replace(tokens=self._weighted(tokens, smoothing))
-
-
-def read_class_weights(
-    setting: str, classes: Sequence[str], targets: NDArray[np.int32]
-) -> ClassWeights | None:
-    """Return the weights of `--class-weights`, or None without; `targets` are the classes of all images."""
-    if not setting:
-        return None
-    if setting != BALANCED:
-        return ClassWeights(_from_file(Path(setting), classes))
-    counts = np.bincount(targets, minlength=len(classes))
-    present = counts > 0
-    # The mean over images is 1.
-    weights = np.where(present, len(targets) / (present.sum() * np.maximum(counts, 1)), 1.0)
-    return ClassWeights(weights.tolist())
-
-
-def _from_file(file: Path, classes: Sequence[str]) -> list[float]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--class-weights {file} cannot be read: {error}. Give balanced, or a file."
-        ) from None
-    known, weights = set(classes), dict[str, float]()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        name, _, text = line.strip().rpartition(" ")
-        name, where = name.strip(), f"Line {number} of {file}"
-        weight = _number(text)
-        if weight is None or not name:
-            raise UserError(f"{where} is not CLASS WEIGHT, with a weight of at least 0: {line.strip()!r}.")
-        if name not in known:
-            raise UserError(f"{where} names {name!r}, which is not a class.{nearest(name, classes)}")
-        if name in weights:
-            raise UserError(f"{where} names {name!r} again. Give each class once.")
-        weights[name] = weight
-    missing = [name for name in classes if name not in weights]
-    if missing:
-        raise UserError(f"{file} has no weight of {missing[0]!r}. Add a line for each class.")
-    if not any(weights.values()):
-        raise UserError(f"All weights in {file} are 0. Give a weight above 0 to a class.")
-    return [weights[name] for name in classes]
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 <= value < math.inf else None

@@ -14,7 +14,7 @@ blocks that fit the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,73 +80,76 @@ def blend(first: SoftTarget, second: SoftTarget, weight: float | Tensor) -> Soft
     )
 
 
-def cross_entropy(logits: Tensor, target: SoftTarget) -> Tensor:
+def cross_entropy(logits: Tensor, target: SoftTarget, *, overwrite: bool = False) -> Tensor:
     """Return -sum over c of t_c log softmax(logits)_c for each row, (rows,) fp32, whatever the logits' dtype.
 
-    Only the logits get a gradient, in their dtype.
+    Only the logits get a gradient, in their dtype. For `overwrite` see `sparse_loss`.
     """
-    check_rows(logits, target)
-    loss: Tensor = SparseSoftTargetCE.apply(  # type: ignore[no-untyped-call]
-        logits, target.uniform, target.ids, target.weights, False
-    )
-    return loss
+    functions: Functions = kernel_of("loss", logits) or (_loss, _write_gradient)
+    return sparse_loss(logits, target, functions, overwrite=overwrite, in_place=InPlaceSparseSoftTargetCE)
 
 
-def cross_entropy_in_place(logits: Tensor, target: SoftTarget) -> Tensor:
-    """Return `cross_entropy`; the gradient overwrites the logits, which must not be read afterwards.
+# (logits, uniform, ids, weights) -> the loss of each row, and what the gradient needs of each row; and
+# (gradient to write, perhaps over the logits, logits, what it needs, grad_loss, uniform, ids, weights)
+Functions = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]
 
-    A leaf, a view of a leaf and logits that need no gradient are not overwritten. If another operation's
-    backward needs the logits, or if backward runs twice, autograd raises an error.
+
+def sparse_loss(
+    logits: Tensor,
+    target: SoftTarget,
+    functions: Functions,
+    *,
+    overwrite: bool,
+    in_place: type[Function] | None = None,
+) -> Tensor:
+    """Return the loss of each row by these functions, or by `in_place` to overwrite fp32 logits on a CPU.
+
+    With `overwrite`, the gradient overwrites the logits, which must not be read afterwards. A leaf, a view of
+    a leaf and logits that need no gradient are not overwritten. If another operation's backward needs the
+    logits, or if backward runs twice, autograd raises an error.
     """
-    if not may_overwrite(logits):
-        return cross_entropy(logits, target)
-    check_rows(logits, target)
-    sparse = (target.uniform, target.ids, target.weights)
-    loss: Tensor
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        loss = InPlaceSparseSoftTargetCE.apply(logits, *sparse)  # type: ignore[no-untyped-call]
-    else:
-        loss = SparseSoftTargetCE.apply(logits, *sparse, True)  # type: ignore[no-untyped-call]
-    return loss
-
-
-def may_overwrite(logits: Tensor) -> bool:
-    """Return whether the gradient of logits may be written over them."""
-    owner = logits if logits._base is None else logits._base
-    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
-    return needs_gradient and not owner.is_leaf and logits.is_contiguous()
-
-
-def check_rows(logits: Tensor, target: SoftTarget) -> None:
-    """Raise ValueError if the target is of another number of rows."""
     if logits.shape[0] != target.uniform.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits, but {target.uniform.shape[0]} rows of targets")
+    owner = logits if logits._base is None else logits._base
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    overwrite = overwrite and needs_gradient and not owner.is_leaf and logits.is_contiguous()
+    sparse = (target.uniform, target.ids, target.weights)
+    loss: Tensor
+    if overwrite and in_place and logits.device.type == "cpu" and logits.dtype == torch.float32:
+        loss = in_place.apply(logits, *sparse)  # type: ignore[no-untyped-call]
+    else:
+        loss = SparseLoss.apply(logits, *sparse, functions, overwrite)  # type: ignore[no-untyped-call]
+    return loss
 
 
-class SparseSoftTargetCE(Function):
+class SparseLoss(Function):
     """The loss per row; with `overwrite`, backward writes the gradient into the logits."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor, overwrite: bool
+        ctx: Any,
+        logits: Tensor,
+        uniform: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        functions: Functions,
+        overwrite: bool,
     ) -> Tensor:
         # The detached tensor shares the version counter, so autograd detects later changes of the logits.
         numbers = logits.detach().contiguous()
-        target = (uniform, ids, weights)
-        compute, _ = kernel_of("loss", numbers) or (_loss, _write_gradient)
-        loss, lse = compute(numbers, *target)
+        compute, ctx.write_gradient = functions
+        loss, needed = compute(numbers, uniform, ids, weights)
         ctx.overwrite = overwrite
-        ctx.save_for_backward(numbers, lse, *target)
+        ctx.save_for_backward(numbers, needed, uniform, ids, weights)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        numbers, lse, *target = ctx.saved_tensors
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        numbers, needed, *target = ctx.saved_tensors
         grad = numbers if ctx.overwrite else torch.empty_like(numbers)
-        _, write = kernel_of("loss", numbers) or (_loss, _write_gradient)
-        write(grad, numbers, lse, grad_loss, *target)
-        return grad, None, None, None, None
+        ctx.write_gradient(grad, numbers, needed, grad_loss, *target)
+        return grad, None, None, None, None, None
 
 
 class InPlaceSparseSoftTargetCE(Function):

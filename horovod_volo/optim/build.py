@@ -34,8 +34,6 @@ class OptimizerSpec:
     state_keys: tuple[str, ...]  # its state per parameter: a tensor like the parameter; "step" is one number
     shardable: bool = False  # its update treats each element alone, so that --shard-optimizer may cut tensors
     matrix_state_keys: tuple[str, ...] = ()  # likewise of hidden matrices, if it updates these otherwise
-    # (optimizer, exchanges of the ranks) -> None: lets ranks share its work; None: there is nothing to share.
-    share: Callable[[Any, Any], None] | None = None
 
 
 MATRICES = "matrices"  # the key that marks a group of hidden matrices
@@ -53,10 +51,9 @@ def register_optimizer(
     state_keys: tuple[str, ...],
     shardable: bool = False,
     matrix_state_keys: tuple[str, ...] = (),
-    share: Callable[[Any, Any], None] | None = None,
 ) -> None:
     """Make an optimizer available as --opt NAME."""
-    OPTIMIZERS.register(name, OptimizerSpec(build, state_keys, shardable, matrix_state_keys, share))
+    OPTIMIZERS.register(name, OptimizerSpec(build, state_keys, shardable, matrix_state_keys))
 
 
 def with_two_moments(kind: Callable[..., Optimizer], **settings: Any) -> BuildOptimizer:

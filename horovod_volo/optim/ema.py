@@ -6,8 +6,8 @@ Invariant: without warm-up, parameters and batch norm statistics equal timm's Mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,32 +33,21 @@ class Average:
         return {}
 
 
-class Flat(Protocol):
-    """Parameters that are views of one flat tensor."""
-
-    weights: Tensor  # the flat tensor, never replaced
-    parameters: dict[str, nn.Parameter]
-
-    def view(self, flat: Tensor, name: str) -> Tensor:
-        """Return a parameter's view of a flat tensor with this layout."""
-
-
 class Ema(Average):
-    """The EMA of a model's parameters, which are views of `flats`, and of its batch norm statistics."""
+    """The EMA of a model's parameters, which are views of `buckets`, and of its batch norm statistics."""
 
     def __init__(
-        self, model: nn.Module, flats: Iterable[Flat], decay: float, *, warmup: bool = False
+        self, model: nn.Module, buckets: Sequence[Any], decay: float, *, warmup: bool = False
     ) -> None:
         self._decay = decay
         self._warmup = warmup
         self._average = copy.deepcopy(model).eval().requires_grad_(False)
         own = dict(self._average.named_parameters())
-        sources = list(flats)
-        self._sources = [flat.weights for flat in sources]
-        self._averages = [flat.weights.clone() for flat in sources]
-        for flat, average in zip(sources, self._averages, strict=True):
-            for name in flat.parameters:
-                own[name].data = flat.view(average, name)
+        self._sources = [bucket.weights for bucket in buckets]  # flat, never replaced
+        self._averages = [weights.clone() for weights in self._sources]
+        for bucket, average in zip(buckets, self._averages, strict=True):
+            for name in bucket.parameters:
+                own[name].data = bucket.view(average, name)
         # Listed once: finding them among hundreds of modules takes longer than averaging them.
         buffers = list(zip(self._average.buffers(), model.buffers(), strict=True))
         floating = [pair for pair in buffers if pair[0].is_floating_point()]

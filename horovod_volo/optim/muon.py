@@ -20,10 +20,9 @@ which matrix is a function of the shapes and the number of ranks alone, so that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,47 +41,20 @@ STEPS = 5
 _SMALLEST_NORM = 1e-15
 
 
-class MatrixRanks(Protocol):
-    """The ranks that share the matrices."""
-
-    rank: int
-    size: int
-
-    def concatenate_async(self, part: Tensor, name: str) -> Callable[[], Tensor]:
-        """Start to concatenate the flat tensors of all ranks, in their order. Collective."""
-
-
 class OneRank:
-    """A rank that orthogonalises all matrices itself."""
+    """A rank that orthogonalises all matrices itself, in place of `cluster.world.WorldSums`."""
 
     rank, size = 0, 1
 
     def concatenate_async(self, part: Tensor, name: str) -> Callable[[], Tensor]:  # noqa: ARG002
-        """Return a function that returns `part`."""
+        """Return a function that returns `part`; with several ranks, the parts of all. Collective."""
         return lambda: part
 
 
-class Shape(NamedTuple):
-    """A matrix's rows and columns; of a filter: output channels, and inputs of each of them."""
-
-    rows: int
-    columns: int
-
-    @property
-    def wide(self) -> Shape:
-        """Return the shape with the shorter side first, in which a matrix is orthogonalised."""
-        return Shape(min(self), max(self))
-
-    @property
-    def elements(self) -> int:
-        """Return the number of elements."""
-        return self.rows * self.columns
-
-    @property
-    def flops(self) -> int:
-        """Return the floating-point operations of the iterations: three products in each."""
-        short, long = self.wide
-        return STEPS * (4 * short**2 * long + 2 * short**3)
+def matrix_flops(rows: int, columns: int) -> int:
+    """Return the floating-point operations of the iterations: three products in each."""
+    short, long = sorted((rows, columns))
+    return STEPS * (4 * short**2 * long + 2 * short**3)
 
 
 def arithmetic(tensor: Tensor) -> torch.dtype:
@@ -102,15 +74,15 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return matrices
 
 
-def assign_matrices(shapes: Sequence[Shape], ranks: int) -> list[list[int]]:
+def assign_matrices(flops: Sequence[int], ranks: int) -> list[list[int]]:
     """Return for each rank the numbers of its matrices, in ascending order.
 
     The costliest matrix that is left goes to the rank with the least work so far, the first of several.
     """
     work, numbers = [0] * ranks, list[list[int]]([] for _ in range(ranks))
-    for number in sorted(range(len(shapes)), key=lambda number: -shapes[number].flops):
+    for number in sorted(range(len(flops)), key=lambda number: -flops[number]):
         rank = work.index(min(work))
-        work[rank] += shapes[number].flops
+        work[rank] += flops[number]
         numbers[rank].append(number)
     return [sorted(of_rank) for of_rank in numbers]
 
@@ -121,7 +93,7 @@ class Muon(Optimizer):
     As an overflow must skip the whole step, it leaves that to GradScaler, which waits for the device.
     """
 
-    ranks: MatrixRanks = OneRank()
+    ranks: Any = OneRank()
 
     def __init__(
         self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float, momentum: float
@@ -136,88 +108,61 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Take one step. Collective if there are several ranks."""
-        if not self._matrices.weights:
+        if not self._matrices:
             self._adamw.step()
             return
         updates = self.ranks.concatenate_async(self._own_updates(), _MESSAGE)()
-        torch._foreach_lerp_(self._momenta, self._gradients(), 1 - self._momentum)
+        gradients: list[Any] = [weight.grad for weight in self._matrices]
+        torch._foreach_lerp_(self._momenta, gradients, 1 - self._momentum)
         self._adamw.step()
         self._apply(updates)
 
     @cached_property
-    def _matrices(self) -> _SharedMatrices:
+    def _matrices(self) -> list[Parameter]:
         groups = [group for group in self.param_groups if MATRICES in group]
-        weights = (weight for group in groups for weight in group["params"])
-        return _SharedMatrices((weight for weight in weights if weight.requires_grad), self.ranks)
+        return [weight for group in groups for weight in group["params"] if weight.requires_grad]
+
+    @cached_property
+    def _assignment(self) -> list[list[int]]:
+        flops = [matrix_flops(len(weight), weight[0].numel()) for weight in self._matrices]
+        return assign_matrices(flops, self.ranks.size)
 
     @cached_property
     def _momenta(self) -> list[Tensor]:
-        return [self.state[weight]["momentum_buffer"] for weight in self._matrices.weights]
-
-    def _gradients(self) -> list[Any]:
-        return [weight.grad for weight in self._matrices.weights]
+        return [self.state[weight]["momentum_buffer"] for weight in self._matrices]
 
     def _own_updates(self) -> Tensor:
         """Return the updates of this rank's matrices at a learning rate of 1, one after the other."""
-        shared, gradients = self._matrices, self._gradients()
+        own = self._assignment[self.ranks.rank]
+        batches = defaultdict[tuple[int, ...], list[int]](list)  # by shape, the shorter side first
+        for number in own:
+            weight = self._matrices[number]
+            batches[tuple(sorted((len(weight), weight[0].numel())))].append(number)
         updates = dict[int, Tensor]()
-        for numbers in shared.own_batches:
-            own = [gradients[each] for each in numbers]
-            momenta = torch._foreach_lerp([self._momenta[each] for each in numbers], own, 1 - self._momentum)
-            directions = torch._foreach_lerp(own, momenta, self._momentum)
-            shapes = [shared.shapes[each] for each in numbers]
-            batch = torch.stack([_wide(*pair) for pair in zip(directions, shapes, strict=True)])
-            batch = orthogonalize(batch).mul_(_RMS * max(shapes[0]) ** 0.5)
-            for number, shape, matrix in zip(numbers, shapes, batch, strict=True):
-                updates[number] = (matrix if shape == shape.wide else matrix.T).reshape(-1)
-        nothing = shared.weights[0].new_empty(0, dtype=arithmetic(shared.weights[0]))
-        return torch.cat([nothing, *(updates[number] for number in shared.own)])
+        for (short, long), numbers in batches.items():
+            gradients: list[Any] = [self._matrices[each].grad for each in numbers]
+            momenta = torch._foreach_lerp(
+                [self._momenta[each] for each in numbers], gradients, 1 - self._momentum
+            )
+            directions = torch._foreach_lerp(gradients, momenta, self._momentum)
+            matrices = [each.reshape(len(each), -1) for each in directions]
+            batch = torch.stack([each if len(each) == short else each.T for each in matrices])
+            batch = orthogonalize(batch).mul_(_RMS * long**0.5)
+            for number, matrix, update in zip(numbers, matrices, batch, strict=True):
+                updates[number] = (update if len(matrix) == short else update.T).reshape(-1)
+        nothing = self._matrices[0].new_empty(0, dtype=arithmetic(self._matrices[0]))
+        return torch.cat([nothing, *(updates[number] for number in own)])
 
     def _apply(self, updates: Tensor) -> None:
         """Change the weights by the updates of all matrices, rank by rank."""
-        updates = updates.to(self._matrices.weights[0].dtype)
-        views = self._matrices.views_of(updates)
+        weights = [self._matrices[number] for of_rank in self._assignment for number in of_rank]
+        parts = torch.split(updates.to(weights[0].dtype), [weight.numel() for weight in weights])
+        views = {weight: part.view(weight.shape) for weight, part in zip(weights, parts, strict=True)}
         for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight in views]
-            if weights:
-                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(weights, [views[weight] for weight in weights], alpha=-group["lr"])
-
-
-class _SharedMatrices:
-    """The matrices, which of them this rank orthogonalises, and where each lies in the message of all."""
-
-    def __init__(self, weights: Iterable[Parameter], ranks: MatrixRanks) -> None:
-        self.weights = list(weights)
-        self.shapes = [Shape(len(weight), weight[0].numel()) for weight in self.weights]
-        of_ranks = assign_matrices(self.shapes, ranks.size)
-        self.own = of_ranks[ranks.rank]
-        batches = defaultdict[Shape, list[int]](list)
-        for number in self.own:
-            batches[self.shapes[number].wide].append(number)
-        self.own_batches = list(batches.values())
-        self._in_message = [number for of_rank in of_ranks for number in of_rank]
-        self._ends = list(accumulate(self.shapes[number].elements for number in self._in_message))
-
-    def views_of(self, message: Tensor) -> dict[Parameter, Tensor]:
-        """Return each weight's part of the message of all ranks, in the weight's shape."""
-        starts = [0, *self._ends]
-        parts = {
-            number: message[start:end]
-            for number, start, end in zip(self._in_message, starts[:-1], self._ends, strict=True)
-        }
-        return {weight: parts[number].view(weight.shape) for number, weight in enumerate(self.weights)}
-
-
-def share_matrices(optimizer: Optimizer, ranks: MatrixRanks) -> None:
-    """Let ranks share the work of Muon; there is nothing to share in other optimizers."""
-    if isinstance(optimizer, Muon):
-        optimizer.ranks = ranks
-
-
-def _wide(tensor: Tensor, shape: Shape) -> Tensor:
-    matrix = tensor.reshape(shape)
-    return matrix if shape == shape.wide else matrix.T
+            own = [weight for weight in group["params"] if weight in views]
+            if own:
+                torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(own, [views[weight] for weight in own], alpha=-group["lr"])
 
 
 register_optimizer(
@@ -225,5 +170,4 @@ register_optimizer(
     partial(Muon, betas=BETAS, eps=1e-8),
     state_keys=ADAM_STATE,
     matrix_state_keys=MOMENTUM_STATE,
-    share=share_matrices,
 )

@@ -1,7 +1,7 @@
 """Pictures of a run of classification for TensorBoard.
 
 Of a training batch, each image is shown as augmented, then with the class of each token label in colour, then
-as mixed with its partner; a second picture shows where the attention of an outlooker goes.
+as mixed with its partner.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
-from torch import Tensor, nn
+from torch import Tensor
 
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.engine.classification import PICTURES
-from horovod_volo.models.precision import autocast
-from horovod_volo.models.volo import received_attention
 from horovod_volo.models.weights_header import statistics_of_run
 from horovod_volo.monitor.logger import Picture
 from horovod_volo.monitor.pictures import (
@@ -41,14 +39,13 @@ _COLUMNS = 4  # of panels
 _SIDE = 128  # of a panel, pixels: TensorBoard shows pictures some 300 pixels wide
 _GAP, _LINE, _FONT = 8, 24, 16
 _TINT = 0.55  # opacity of a token's colour
-_BLUE, _RED = (0, 0, 255), (255, 0, 0)
 
 Pixels = NDArray[np.uint8]
 
 
 @torch.no_grad()
 def draw_batch(
-    batch: TrainBatch, mix: Mix, loss: Loss, network: nn.Module, classes: Sequence[str], config: Config
+    batch: TrainBatch, mix: Mix, loss: Loss, classes: Sequence[str], config: Config
 ) -> dict[str, Picture]:
     """Return pictures of the first images of a micro-batch, as they are mixed, with their labels."""
     normalization = Normalization(*statistics_of_run(config.data, config.model.model))
@@ -61,15 +58,12 @@ def draw_batch(
         panels = [_shown(pixels)]
         if tokens is not None:
             tint = np.array([[colors[int(kind)] for kind in row] for row in tokens[number]], dtype=np.uint8)
-            panels.append(_tinted(pixels, tint, Image.Resampling.NEAREST))
+            panels.append(_tinted(pixels, tint))
         if mix.lam != 1.0:
             panels.append(_mixed(pixels, partner, mix))
         cells.append(_captioned(panels, _caption(batch, number, mix, classes)))
     legend = [(colors[kind], classes[kind]) for kind in colors if colors[kind] != GREY]
-    with autocast(config.model.precision, batch.images.device):
-        received = received_attention(network, batch.images[:_COLUMNS])
-    attention = {} if received is None else _attention(received, images[:_COLUMNS])
-    return {"batch": _sheet(cells, legend), **attention}
+    return {"batch": _sheet(cells, legend)}
 
 
 def _token_classes(batch: TrainBatch, loss: Loss) -> NDArray[np.int64] | None:
@@ -91,19 +85,6 @@ def _caption(batch: TrainBatch, number: int, mix: Mix, classes: Sequence[str]) -
     return f"{own} {100 * mix.lam:.0f} %, {partner} {100 - 100 * mix.lam:.0f} %"
 
 
-def _attention(received: Tensor, pixels: Sequence[Pixels]) -> dict[str, Picture]:
-    """Return images beside themselves under a heat map, from blue for the least attention to red."""
-    least, most = float(received.min()), float(received.max())
-    levels = ((received.float() - least) / max(most - least, 1e-6)).cpu().numpy()
-    cells = []
-    for each, level in zip(pixels, levels, strict=False):
-        heat = np.stack([level, 1 - 2 * np.abs(level - 0.5), 1 - level], axis=2)
-        colors = (255 * np.nan_to_num(heat).clip(0, 1)).astype(np.uint8)  # NaN: of a diverged network
-        cells.append(_captioned([_shown(each), _tinted(each, colors, Image.Resampling.BICUBIC)], ""))
-    legend = [(_BLUE, f"{least:.2f} of the mean"), (_RED, f"{most:.2f} of the mean")]
-    return {"outlook attention": _sheet(cells, legend)}
-
-
 def _pixels(images: Tensor, normalization: Normalization) -> list[Pixels]:
     """Return normalised images as pixels (height, width, 3)."""
     mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in normalization)
@@ -115,9 +96,9 @@ def _shown(pixels: Pixels) -> Image.Image:
     return Image.fromarray(pixels).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
 
 
-def _tinted(pixels: Pixels, colors: Pixels, resample: Image.Resampling) -> Image.Image:
+def _tinted(pixels: Pixels, colors: Pixels) -> Image.Image:
     """Return an image under a grid of colours (rows, columns, 3)."""
-    grid = Image.fromarray(colors).resize((_SIDE, _SIDE), resample)
+    grid = Image.fromarray(colors).resize((_SIDE, _SIDE), Image.Resampling.NEAREST)
     return Image.blend(_shown(pixels).convert("L").convert("RGB"), grid, _TINT)
 
 

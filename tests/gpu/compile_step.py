@@ -122,7 +122,7 @@ def compile_steps(gpus: AbsentGpus, settings: dict[str, Any], steps: int) -> lis
 if __name__ == "__main__":
     driver.set_active(gpus := AbsentGpus())
     operators._DEVICES = ("cpu",)
-    synthetic.choose_kernels = lambda *_: operators.use_kernels(dict.fromkeys(operators.OPERATORS, 1.0))
+    synthetic.choose_kernels = lambda *_: operators.use_kernels(operators.OPERATORS)
     for sizes in SIZES.values():
         sizes["layers"] = (1, 1, 1, 1)
     for sizes in LVVIT_SIZES.values():

@@ -96,7 +96,7 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool, ranks:
         patch.object(torch, "linspace", rates),
         patch.object(BucketScales, "update_after_restore", lambda _: None),  # at the start, where it may wait
         patch.object(torch, "compile", whole_graph),
-        patch.object(synthetic, "choose_kernels", lambda *_: use_kernels(dict.fromkeys(OPERATORS, 1.0))),
+        patch.object(synthetic, "choose_kernels", lambda *_: use_kernels(OPERATORS)),
     ):
         with GPU:
             world = World(size=ranks, collectives=AlikeRanks(ranks))

@@ -78,7 +78,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Use the kernels on the CPU too, and torch's form of what Pillow does there."""
     skip_elsewhere(device)
     monkeypatch.setattr(operators, "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(operators, "_speeds", {"augmentation": 1.0})
+    monkeypatch.setattr(operators, "_used", {"augmentation"})
     monkeypatch.setattr(
         geometric_ops,
         "_rotate_by_pillow",
@@ -98,9 +98,9 @@ def drawn_images(count: int, shape: tuple[int, int], device: torch.device) -> Te
 
 def by_operators(images: Tensor, operations: Operations) -> Tensor:
     images = images.clone()
-    use_kernels({})
+    use_kernels(())
     augment_(images, operations)
-    use_kernels({"augmentation": 1.0})
+    use_kernels(["augmentation"])
     return images
 
 

@@ -67,7 +67,7 @@ def check_board(
         assert len(steps) == len(evaluations)
         assert all(earlier <= later for earlier, later in itertools.pairwise(steps))
     assert board.tags("run", "text") >= TEXTS
-    assert board.tags("run", "images") >= {"training/batch", "training/outlook attention"}
+    assert "training/batch" in board.tags("run", "images")
     check_plugins(board)
     return board
 

@@ -13,7 +13,6 @@ from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.models.build import build_model, hidden_matrices, spec_of
 from horovod_volo.optim import muon
 from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr, state_tensors
-from horovod_volo.optim.muon import share_matrices
 
 STEPS = 5
 
@@ -47,7 +46,7 @@ class MuonSteps:
         )
         optimizer = build_optimizer("muon", groups, momentum=0.9)
         ranks = WorldSums(world)
-        share_matrices(optimizer, ranks)
+        optimizer.ranks = ranks
         before = torch.cat([parameter.detach().flatten().clone() for parameter in parameters.values()])
         random = torch.Generator().manual_seed(1)
         set_lr(optimizer, 1e-2)
@@ -63,7 +62,7 @@ class MuonSteps:
             "moved": float((weights - before).abs().max()),
             "state": state,
             "matrices": sorted(matrices),
-            "own": len(optimizer._matrices.own),
+            "own": len(optimizer._assignment[ranks.rank]),
             "exchanges": ranks.exchanges,
         }
 

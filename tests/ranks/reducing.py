@@ -18,7 +18,7 @@ from horovod_volo.config.update_settings import Exchange
 from horovod_volo.models.build import build_model, hidden_matrices
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.clip import build_clip, divide
-from horovod_volo.optim.muon import share_matrices
+from horovod_volo.optim.muon import Muon
 
 IMAGES, SIDE, CLASSES = 12, 32, 7
 
@@ -109,7 +109,8 @@ class Steps:
             matrices=hidden_matrices(model, heads=("head", "aux_head")) if self.opt == "muon" else (),
         )
         optimizer = build_optimizer(self.opt, groups, momentum=0.9)
-        share_matrices(optimizer, WorldSums(world))
+        if isinstance(optimizer, Muon):
+            optimizer.ranks = WorldSums(world)
         set_lr(optimizer, self.lr)
         return optimizer
 

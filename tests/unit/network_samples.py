@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from horovod_volo.models.lvvit import LvVit
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -30,3 +32,10 @@ def random_images(batch: int, side: int) -> Tensor:
 def unchanged(tokens: Tensor) -> Tensor:
     """Swap no tokens."""
     return tokens
+
+
+def small_lvvit(drop_path: float = 0.0, **settings: Any) -> LvVit:
+    """Build a small LV-ViT for images of 64 pixels and ten classes."""
+    torch.manual_seed(0)
+    sizes = {"layers": 3, "embed_dim": 48, "num_heads": 4, "stem_width": 8, "residual_divisor": 2.0}
+    return LvVit(img_size=64, num_classes=10, drop_path=drop_path, **sizes | settings)

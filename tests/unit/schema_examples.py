@@ -27,14 +27,12 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "mean": ((0.5, 0.25, 0.0), (0.5, 0.5, 0.5)),
     "std": ((0.5, 0.25, 1.0), (0.5, 0.5, 0.5)),
     "decay_milestones": ("5,20", "30"),
-    "cycle_up": (0.25, 0.4),
     "ratio": ((0.9, 1.1), (0.5, 2.0)),
     "aa": ("", "rand-m7-n3"),
     "reprob": (0.5, 0.75),
     "opt": ("sgd", "lars"),
     "layer_decay": (0.75, 0.5),
     "log_to": ("csv", "wandb"),
-    "class_weights": ("balanced", "weights.txt"),
     "map_geometry": ("whole", "centre-crop:576:576"),
 }
 MAPS = "--token-label --token-label-data maps"

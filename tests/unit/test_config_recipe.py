@@ -11,6 +11,7 @@ from schema_examples import FIELDS, examples, recipe_of
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import RECIPES, assemble, dump, load_recipe, recipe_names
+from horovod_volo.config.update_settings import Update
 from horovod_volo.config.validation import check, config_warnings
 from horovod_volo.core.errors import UserError
 
@@ -76,6 +77,13 @@ def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str,
     assert config_warnings(parse(["--recipe", recipe_of(tmp_path, written)]).config) == []
     both = '[exchange]\nprecision = "fp16"\n[model]\nprecision = "bf16"\n'
     assert parse(["--recipe", recipe_of(tmp_path, both)]).config.model.precision == "bf16"
+
+
+def test_settings_that_were_removed_may_have_the_value_that_changes_nothing(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, '[objective]\nclass_weights = ""\n[update]\ncycle_up = 0.45\n')
+    assert parse(["--recipe", recipe]).config.update == Update()
+    with pytest.raises(UserError, match="unknown key 'class_weights'"):
+        parse(["--recipe", recipe_of(tmp_path, '[objective]\nclass_weights = "balanced"\n')])
 
 
 @pytest.mark.parametrize(

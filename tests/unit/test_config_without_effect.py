@@ -50,7 +50,6 @@ WITHOUT_EFFECT: list[tuple[str, str, str | RunFacts, str | RunFacts]] = [
     ("--remode rand", "with --reprob 0", "--reprob 0", "--reprob 0.5"),
     ("--bad-samples-limit 3", "with --bad-samples fail", "--bad-samples fail", ""),
     ("--decay-rate 0.2", "without --sched step", "", "--sched step"),
-    ("--warmup-epochs 5", "with --sched one-cycle", "--sched one-cycle", "--sched cosine"),
     ("--warmup-prefix", "with --warmup-epochs 0", "--warmup-epochs 0", "--warmup-epochs 3"),
     ("--mixup-prob 0.5", "without --mixup or --cutmix", "", "--cutmix 1 --no-mix-token"),
     ("--mixup-switch-prob 0.7 --no-mix-token", "without --cutmix", "--mixup 1", "--mixup 1 --cutmix 1"),
@@ -108,7 +107,6 @@ def test_a_setting_that_nobody_stated_or_that_has_its_default_is_not_named(tmp_p
     alone_on_a_cpu = RunFacts(ranks=1, device_type="cpu")
     for argv in (
         "--momentum 0.9 --compression fp16 --kernels auto",
-        "--sched one-cycle --epochs 30",
         "--token-label --loss mine --dense-weight 0",  # 0 leaves out the auxiliary head, whatever the loss is
         f"--recipe {recipe_of(tmp_path, dump(Config()))}",
     ):

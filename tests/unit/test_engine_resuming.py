@@ -92,21 +92,18 @@ def test_mean_std_and_crop_travel_with_the_weights(start: Start, tmp_path: Path)
     assert any("trained with --mean 0.5 0.4 0.3" in text for text in warnings), warnings
 
 
-def test_a_balanced_run_resumes_its_plan(start: Start, tmp_path: Path) -> None:
-    file = tmp_path / "weights.txt"
-    classes = sorted(path.name for path in (tmp_path / "images" / "train").iterdir())
-    file.write_text("".join(f"{name} {0.5 + number}\n" for number, name in enumerate(classes)))
-    context, warnings = start(balance=1.0, class_weights=str(file), stop_at_step=2)
+def test_a_balanced_run_resumes_its_plan(start: Start) -> None:
+    context, warnings = start(balance=1.0, stop_at_step=2)
     assert not any("no effect" in text for text in warnings)
     context.callbacks = Callbacks(standard_callbacks(), context.stop)
     context.callbacks.started(context)
     assert not loop.fit(context)
-    again, _ = start(resume="auto", balance=1.0, class_weights=str(file), stop_at_step=2)
+    again, _ = start(resume="auto", balance=1.0, stop_at_step=2)
     assert not loop.fit(again)  # a run that resumes at the step to stop at stops
     assert again.state.step == 2
     with pytest.raises(AllRanksError, match=r"has balance 1\.0, this run has 0\.0"):
         start(resume="auto")
-    context, _ = start(resume="auto", balance=1.0, class_weights=str(file))
+    context, _ = start(resume="auto", balance=1.0)
     context.callbacks = Callbacks(standard_callbacks(), context.stop)
     context.callbacks.started(context)
     assert loop.fit(context)
@@ -118,8 +115,6 @@ def test_balancing_equal_classes_is_named(start: Start, tmp_path: Path) -> None:
     make_demo_set(tmp_path / "equal", train=20, val=10)
     _, warnings = start(balance=0.5, data_dir=str(tmp_path / "equal"))
     assert any("--balance has no effect" in text for text in warnings)
-    _, warnings = start(class_weights="balanced", data_dir=str(tmp_path / "equal"))
-    assert any("--class-weights balanced has no effect" in text for text in warnings)
 
 
 def test_a_damaged_evaluation_of_the_best_checkpoint_is_named(start: Start) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
+from network_samples import small_lvvit
 from torch import Tensor, nn
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.models.build import build_model
 from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.volo import Volo
 
@@ -19,29 +18,8 @@ Model = Volo | LvVit
 
 def volo(drop_path: float) -> Volo:
     """Build a small network with two blocks in some stages."""
-    return Volo(
-        layers=(2, 2, 1, 1),
-        embed_dims=(48, 96, 96, 96),
-        num_heads=(2, 4, 4, 4),
-        stem_hidden_dim=8,
-        img_size=64,
-        num_classes=10,
-        drop_path_rate=drop_path,
-    )
-
-
-def lvvit(drop_path: float) -> LvVit:
-    """Build a small network."""
-    return LvVit(
-        layers=5,
-        embed_dim=96,
-        num_heads=4,
-        stem_width=8,
-        residual_divisor=2.0,
-        img_size=64,
-        num_classes=10,
-        drop_path_rate=drop_path,
-    )
+    sizes = {"layers": (2, 2, 1, 1), "embed_dims": (48, 96, 96, 96), "num_heads": (2, 4, 4, 4)}
+    return Volo(stem_hidden_dim=8, img_size=64, num_classes=10, drop_path=drop_path, **sizes)
 
 
 def blocks_of(model: Model) -> list[nn.Module]:
@@ -81,7 +59,7 @@ def training_step(
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drop_path", [0.0, 0.6])
-@pytest.mark.parametrize("build", [volo, lvvit])
+@pytest.mark.parametrize("build", [volo, small_lvvit])
 def test_nothing_changes_to_the_bit(
     build: Callable[[float], Model], drop_path: float, precision: torch.dtype
 ) -> None:
@@ -110,7 +88,7 @@ def calls(modules: list[nn.Module]) -> Iterator[list[int]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("build", [volo, lvvit])
+@pytest.mark.parametrize("build", [volo, small_lvvit])
 def test_only_blocks_are_computed_twice(build: Callable[[float], Model]) -> None:
     model = build(0.0).train()
     blocks = blocks_of(model)
@@ -127,38 +105,7 @@ def test_only_blocks_are_computed_twice(build: Callable[[float], Model]) -> None
     assert of_blocks == [1] * len(blocks)
 
 
-@pytest.mark.parametrize(("stages", "expected"), [("outlookers", (2, 1)), ("transformers", (1, 2))])
-def test_one_kind_of_blocks_is_recomputed(stages: str, expected: tuple[int, int]) -> None:
-    plain = training_step(volo, 0.6, False, 1, torch.float32)
-    counted: list[list[int]] = []
-
-    def build(drop_path: float) -> Volo:
-        model = volo(drop_path)
-        model.checkpointed_stages = stages
-        counted.append(context.enter_context(calls(blocks_of(model))))
-        return model
-
-    with ExitStack() as context:
-        found = training_step(build, 0.6, True, 1, torch.float32)
-    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
-    ((first, second, *others),) = counted
-    assert (first, second) == (expected[0], expected[0])
-    assert set(others) == {expected[1]}
-
-
-def test_a_model_without_stages_recomputes_all_or_nothing() -> None:
-    with pytest.raises(UserError, match="lvvit_t has no outlookers to recompute alone"):
-        build_model(
-            "lvvit_t",
-            img_size=32,
-            num_classes=2,
-            drop_path=0.0,
-            grad_checkpoint=True,
-            grad_checkpoint_stages="outlookers",
-        )
-
-
-@pytest.mark.parametrize("build", [volo, lvvit])
+@pytest.mark.parametrize("build", [volo, small_lvvit])
 def test_evaluation_recomputes_nothing(build: Callable[[float], Model]) -> None:
     model = build(0.6).eval()
     plain = model(images())

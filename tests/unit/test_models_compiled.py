@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, training_forward
-from horovod_volo.models.compiled import check_compiler, compile_blocks, find_blocks
+from horovod_volo.models.compiled import compile_blocks, find_blocks
 from horovod_volo.models.volo import Volo
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -94,7 +94,7 @@ def test_blocks_of_a_kind_have_one_graph_on_a_gpu(
     torch.manual_seed(0)
     layers = {"layers": (4, 4, 8, 2), "embed_dims": (48, 96, 96, 96), "num_heads": (2, 4, 4, 4)}
     model, counter = (
-        Volo(img_size=32, num_classes=5, drop_path_rate=rate, **layers).train(),
+        Volo(img_size=32, num_classes=5, drop_path=rate, **layers).train(),
         compile_counter(),
     )
     compile_blocks(model, counter)
@@ -127,11 +127,3 @@ def test_gradients_of_a_block_are_ready_before_backward_of_the_next() -> None:
     for number in range(1, len(blocks)):
         last_ready = max(position for position, event in enumerate(events) if event == number)
         assert last_ready < events.index(f"begins {number - 1}"), events
-
-
-def test_a_missing_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    check_compiler()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UserError, match=r"there is no no-such-compiler on this machine. Install g\+\+"):
-        check_compiler()

@@ -33,19 +33,6 @@ def test_the_backbone_is_all_but_the_heads() -> None:
     assert trained("backbone") == ["aux_head.weight", "aux_head.bias", "head.weight", "head.bias"]
 
 
-def test_blocks_are_counted_from_the_stem() -> None:
-    everything = trained("")
-    stem = set(everything) - set(trained("stem"))
-    assert "pos_embed" in stem
-    assert all(name.startswith(("pos_embed", "cls_token", "patch_embed.")) for name in stem)
-    assert trained("blocks:0") == trained("stem")
-    # The first outlooker, and then the downsampling.
-    one, two = (set(trained("stem")) - set(trained(f"blocks:{count}")) for count in (1, 2))
-    assert {name.split(".")[1] for name in one} == {"0"}
-    assert two - one == {"network.1.proj.weight", "network.1.proj.bias"}
-    assert trained("blocks:7") == trained("backbone")
-
-
 def test_parts_and_prefixes_add_up() -> None:
     parts = trained("patch_embed, network.2.0.attn")
     assert set(trained("")) - set(parts) == {
@@ -69,11 +56,7 @@ def test_of_a_network_with_a_backbone_only_that_is_meant() -> None:
             "patch_embd",
             "--freeze patch_embd: no parameter has a name that begins so. Did you mean patch_embed?",
         ),
-        (
-            "blocks:8",
-            "--freeze blocks:8: give blocks:N with N from 0, the stem alone, to 7, all but the heads.",
-        ),
-        ("blocks:x", "--freeze blocks:x: give blocks:N"),
+        ("stem", "--freeze stem: no parameter has a name that begins so."),
         ("backbone,head,aux_head", "--freeze backbone,head,aux_head leaves no parameter to train."),
     ],
 )
@@ -99,7 +82,7 @@ def test_frozen_batch_norm_keeps_its_statistics_and_others_move_theirs() -> None
 
 def test_frozen_parameters_are_in_no_bucket_and_their_statistics_are_not_averaged() -> None:
     network = demo()
-    freeze(network, "blocks:3", HEADS)
+    freeze(network, "patch_embed, pos_embed, cls_token, network", HEADS)
     start_training(network)
     reducer = Reducer(network, World.single(), Exchange(compression="none"), micro_batches=1)
     names = {name for name, each in network.named_parameters() if each.requires_grad}
@@ -128,4 +111,4 @@ def test_random_weights_that_stay_are_warned_of() -> None:
     config = parse(["--freeze", "backbone"]).config
     assert warning in config_warnings(config)
     assert warning not in config_warnings(config, RunFacts(first_step=5, total_steps=10))
-    assert warning not in config_warnings(parse(["--freeze", "stem", "--finetune", "run"]).config)
+    assert warning not in config_warnings(parse(["--freeze", "backbone", "--finetune", "run"]).config)

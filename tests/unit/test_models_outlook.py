@@ -11,9 +11,7 @@ from torch import Tensor, nn
 # The reference is timm's module. timm_api comes first, because timm imports torchvision.
 from horovod_volo.kernels import outlook_gather
 from horovod_volo.models import timm_api
-from horovod_volo.models.build import build_model
 from horovod_volo.models.outlook import Outlook, outlook, plain_outlook
-from horovod_volo.models.volo import received_attention
 
 assert timm_api
 from timm.models.volo import OutlookAttention  # noqa: E402
@@ -112,31 +110,3 @@ def test_the_operation_is_registered_correctly_for_the_compiler() -> None:
     values, scores = drawn(2, 4, 5, 4, dtype=torch.float32), drawn(2, 2, 3, 2 * 81, dtype=torch.float32)
     operation = torch.ops.horovod_volo.outlook_gather.default
     torch.library.opcheck(operation, (values, scores, [2, 3, 2, 3, 1, 2], 0.7))
-
-
-def test_the_attention_that_positions_receive_agrees_with_a_loop() -> None:
-    torch.manual_seed(0)
-    network = build_model("volo_demo", img_size=64, num_classes=3, drop_path=0.1)
-    images = torch.randn(2, 3, 64, 64)
-    found = received_attention(network, images)
-    assert found is not None
-    assert network.training
-    network.eval()
-    block = network.network[0][-1]
-    with torch.no_grad():
-        tokens = block.norm1(network.stem(images))
-        attention = block.attn
-        pooled = attention.pool(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        logits = attention.attn(pooled) * attention.scale
-    side, heads = tokens.shape[1], attention.num_heads
-    received = torch.zeros(2, side, side)
-    windows = torch.zeros(side, side)
-    for row in range(logits.shape[1]):
-        for column in range(logits.shape[2]):
-            weights = logits[:, row, column].view(2, heads, 9, 9).softmax(dim=-1)
-            for source in range(9):
-                y, x = 2 * row - 1 + source // 3, 2 * column - 1 + source % 3
-                if 0 <= y < side and 0 <= x < side:
-                    received[:, y, x] += weights[..., source].sum(dim=(1, 2)) / heads
-                    windows[y, x] += 1
-    torch.testing.assert_close(found, received / windows)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from network_samples import perturbed, random_images, unchanged
-from torch import Tensor
+from network_samples import perturbed, random_images, small_lvvit, unchanged
+from torch import Tensor, nn
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.core.errors import UserError
+from horovod_volo.models.blocks import Block
 from horovod_volo.models.build import build_model, check_model, spec_of
 from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.volo import Volo
@@ -34,17 +34,9 @@ def demo() -> Volo:
 
 
 def demo_of_lvvit() -> LvVit:
-    torch.manual_seed(0)
-    return perturbed(LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **LVVIT_DEMO), strength=0.05)
+    return perturbed(small_lvvit(), strength=0.05)
 
 
-LVVIT_DEMO: dict[str, Any] = {
-    "layers": 3,
-    "embed_dim": 48,
-    "num_heads": 4,
-    "stem_width": 8,
-    "residual_divisor": 2.0,
-}
 BOTH = pytest.mark.parametrize("build", [demo, demo_of_lvvit])
 
 
@@ -58,6 +50,12 @@ BOTH = pytest.mark.parametrize("build", [demo, demo_of_lvvit])
         ("volo_d5", 224, 295_455_584),
         ("volo_d1", 384, 26_777_960),
         ("volo_d5", 512, 296_091_488),
+        ("lvvit_t", 224, 8_534_720),
+        ("lvvit_s", 224, 26_151_824),
+        ("lvvit_m", 224, 55_830_544),
+        ("lvvit_l", 224, 150_021_968),
+        ("lvvit_s", 384, 26_297_744),
+        ("lvvit_l", 448, 150_473_552),
     ],
 )
 def test_the_networks_have_the_published_size(name: str, img_size: int, parameters: int) -> None:
@@ -75,6 +73,42 @@ def test_weights_have_timms_names_and_shapes(name: str, side: int) -> None:
     ours = on_meta(name, img_size=side)
     assert {key: tensor.shape for key, tensor in ours.state_dict().items()} == shapes
     assert ours.no_weight_decay() == theirs.no_weight_decay() == {"pos_embed", "cls_token"}
+
+
+def test_weights_of_lvvit_have_the_published_names_and_shapes() -> None:
+    linear = {"attn.proj": (240, 240), "mlp.fc1": (720, 240), "mlp.fc2": (240, 720)}
+    expected = {"cls_token": (1, 1, 240), "pos_embed": (1, 197, 240)}
+    expected |= {"patch_embed.conv1.weight": (64, 3, 7, 7), "patch_embed.proj.weight": (240, 64, 8, 8)}
+    expected |= {f"patch_embed.conv{number}.weight": (64, 64, 3, 3) for number in (2, 3)}
+    for number, part in product((1, 2, 3), ("weight", "bias", "running_mean", "running_var")):
+        expected[f"patch_embed.bn{number}.{part}"] = (64,)
+        expected[f"patch_embed.bn{number}.num_batches_tracked"] = ()
+    for block in (f"blocks.{number}" for number in range(12)):
+        expected[f"{block}.attn.qkv.weight"] = (720, 240)
+        expected |= {f"{block}.{name}.weight": shape for name, shape in linear.items()}
+        expected |= {f"{block}.{name}.bias": shape[:1] for name, shape in linear.items()}
+        expected |= {f"{block}.norm{n}.{part}": (240,) for n in (1, 2) for part in ("weight", "bias")}
+    expected |= {"patch_embed.proj.bias": (240,), "norm.weight": (240,), "norm.bias": (240,)}
+    expected |= {f"{head}.weight": (1000, 240) for head in ("head", "aux_head")}
+    expected |= {f"{head}.bias": (1000,) for head in ("head", "aux_head")}
+    assert {
+        name: tuple(value.shape) for name, value in on_meta("lvvit_t", img_size=224).state_dict().items()
+    } == expected
+
+
+def test_initial_weights_of_lvvit_have_the_published_distributions() -> None:
+    model = small_lvvit(embed_dim=192)
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert len(linear) == 3 * 4 + 2
+    drawn = torch.cat([module.weight.flatten() for module in linear])
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.01)
+    assert drawn.abs().max() > 0.08  # normal, not truncated
+    assert all(not module.bias.any() for module in linear if module.bias is not None)
+    assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.2)
+    bound = (3 * 7 * 7) ** -0.5  # torch's uniform initialization of convolutions
+    assert 0.95 * bound < model.patch_embed.conv1.weight.abs().max() <= bound
+    assert model.patch_embed.conv1.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
 def test_evaluation_equals_timms_with_the_weights_of_either() -> None:
@@ -103,7 +137,7 @@ def test_evaluation_adds_half_the_best_token_to_the_class(build: Callable[[], Vo
     torch.testing.assert_close(both, model(random_images(3, 64)), rtol=0, atol=1e-6)
     features = model.forward_features(random_images(3, 64))  # (batch, 1 + tokens, channels)
     torch.testing.assert_close(token_logits, model.aux_head(features[:, 1:]), rtol=0, atol=1e-6)
-    assert torch.equal(class_logits, model.get_classifier()(features[:, 0]))
+    assert torch.equal(class_logits, model.head(features[:, 0]))
 
 
 @BOTH
@@ -161,15 +195,20 @@ def test_the_training_logits_give_every_weight_a_gradient(build: Callable[[], Vo
 def test_stochastic_depth_rises_over_the_transformers_only(name: str, rate: float) -> None:
     outlookers, transformers = {"volo_d1": (4, 14), "volo_d5": (12, 36)}[name]
     model = on_meta(name, img_size=224, drop_path=rate)
-    rates = {key: module.drop_prob for key, module in model.named_modules() if isinstance(module, DropPath)}
-    assert all(key.startswith("network.") and not key.startswith("network.0.") for key in rates)
-    per_branch = [rates[key] for key in rates if key.endswith("drop_path1")]
-    assert [rates[key] for key in rates if key.endswith("drop_path2")] == per_branch
+    rates = [module.rates for module in model.modules() if isinstance(module, Block)]
+    assert rates[:outlookers] == [[0.0, 0.0]] * outlookers
+    assert all(first == second for first, second in rates)
+    per_branch = [first for first, _ in rates[outlookers:]]
     blocks = outlookers + transformers
     expected = [rate * block / (blocks - 1) for block in range(outlookers, blocks)]
     assert per_branch == pytest.approx(expected)
     if name == "volo_d1":
         assert (per_branch[0], per_branch[-1]) == pytest.approx((0.0471, 0.2), abs=5e-5)
+
+
+def test_stochastic_depth_of_lvvit_rises_over_all_blocks() -> None:
+    model = on_meta("lvvit_s", img_size=224, drop_path=0.3)
+    assert model.rates == pytest.approx([0.02 * n for n in range(16)])
 
 
 def test_mistakes_name_the_nearest() -> None:

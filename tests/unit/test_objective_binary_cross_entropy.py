@@ -8,7 +8,6 @@ import published_targets as published
 import pytest
 import torch
 from test_objective_loss import (
-    BATCH,
     BOX,
     CLASSES,
     SIDE,
@@ -22,16 +21,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.config.task_settings import Objective
-from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective import soft_target
-from horovod_volo.objective.binary_cross_entropy import (
-    above,
-    binary_cross_entropy,
-    binary_cross_entropy_in_place,
-)
+from horovod_volo.objective.binary_cross_entropy import above, binary_cross_entropy
 from horovod_volo.objective.loss import build_loss, check_threshold
-from horovod_volo.objective.mixing import NO_BOX
 from horovod_volo.objective.soft_target import SoftTarget, blend, one_hot
 
 timm_loss = pytest.importorskip("timm.loss")
@@ -66,7 +59,7 @@ def test_it_equals_the_dense_formula(
     expected = dense_loss(exact, published.dense(target, 1001))
     (expected * of_rows).sum().backward()
     logits = leaf * 1
-    loss = (binary_cross_entropy_in_place if in_place else binary_cross_entropy)(logits, target)
+    loss = binary_cross_entropy(logits, target, overwrite=in_place)
     (grad,) = torch.autograd.grad((loss * of_rows).sum(), logits)
     assert loss.dtype == torch.float32
     assert (grad.data_ptr() == logits.data_ptr()) == in_place
@@ -113,18 +106,6 @@ def test_the_loss_by_name_with_label_maps() -> None:
     total = settings.cls_weight * class_loss + settings.dense_weight * token_loss
     for part, expected in zip(parts, (total, class_loss, token_loss), strict=True):
         torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_tokens_without_maps_have_the_class_of_the_image_above_the_threshold() -> None:
-    settings = Objective(loss="bce", token_label=True, bce_target_threshold=0.2)
-    classes = torch.tensor([0, 3, 5, 2])
-    logits = random_logits()
-    parts = build_loss(settings, CLASSES, SIDE)(*logits, Labels(classes), NO_BOX)
-    target = published.one_hot(classes, CLASSES)
-    tokens = target.unsqueeze(1).expand(BATCH, SIDE * SIDE, CLASSES).flatten(0, 1)
-    expected = dense_loss(logits[0], target).mean(), dense_loss(logits[1].flatten(0, 1), tokens).mean()
-    torch.testing.assert_close(parts.class_loss.double(), expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(parts.token_loss.double(), expected[1], rtol=1e-5, atol=1e-6)
 
 
 def test_a_threshold_below_the_smoothed_target_of_every_class_is_refused() -> None:

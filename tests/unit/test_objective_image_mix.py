@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
-from horovod_volo.config.command_line import parse
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
-from horovod_volo.core.errors import UserError
 from horovod_volo.models import timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import NO_BOX, ImageMix, draw_image_mix
@@ -100,16 +97,3 @@ def test_the_class_target_is_mixed_with_the_same_weight() -> None:
     expected = -(target * logits.log_softmax(dim=1)).sum(dim=1).mean()
     total = loss(logits, torch.zeros(2, 4, 5), Labels(classes), ImageMix(lam=0.3)).total
     assert torch.allclose(total, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("flags", "remedy"),
-    [
-        (["--mixup", "0.8"], "--no-mix-token"),
-        (["--cutmix", "1.0", "--no-mix-token", "--token-label"], "--token-label"),
-        (["--mixup", "0.8", "--no-mix-token", "--mixup-prob", "2"], "--mixup-prob"),
-    ],
-)
-def test_settings_that_exclude_each_other_are_refused(flags: list[str], remedy: str) -> None:
-    with pytest.raises(UserError, match=remedy):
-        parse(["images", *flags])

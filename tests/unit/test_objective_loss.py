@@ -122,22 +122,6 @@ def test_without_token_labels_the_loss_is_that_of_the_mixed_class() -> None:
     assert class_logits.grad is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_logits_give_a_finite_fp32_loss(dtype: torch.dtype) -> None:
-    logits = [(100 * tensor).to(dtype).requires_grad_() for tensor in random_logits()]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        parts = build_loss(replace(TEACHER, ground_truth=True), CLASSES, SIDE)(
-            *logits, labels_with_maps(), BOX
-        )
-    parts.total.backward()
-    assert all(part.dtype == torch.float32 and part.isfinite() for part in parts)
-    for tensor in logits:
-        assert tensor.grad is not None
-        assert tensor.grad.dtype == dtype
-        assert tensor.grad.isfinite().all()
-        assert tensor.grad.abs().sum() > 0
-
-
 def test_a_batch_without_label_maps_is_refused_where_the_settings_name_some() -> None:
     with pytest.raises(ValueError, match="label maps, but the batch has none"):
         build_loss(TEACHER, CLASSES, SIDE)(*random_logits(), Labels(torch.zeros(BATCH).long()), NO_BOX)

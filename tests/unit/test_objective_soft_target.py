@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.objective import soft_target
-from horovod_volo.objective.soft_target import (
-    SoftTarget,
-    blend,
-    cross_entropy,
-    cross_entropy_in_place,
-    one_hot,
-    smoothed,
-)
+from horovod_volo.objective.soft_target import SoftTarget, blend, cross_entropy, one_hot, smoothed
 
 
 def random_target(rows: int, entries: int, num_classes: int, seed: int) -> SoftTarget:
@@ -100,7 +93,7 @@ def test_a_target_of_other_rows_is_refused() -> None:
 def loss_in_place(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss per row, its gradient, and the logits that the gradient has overwritten."""
     given = logits.detach().clone().requires_grad_().clone()
-    loss = cross_entropy_in_place(given, target)
+    loss = cross_entropy(given, target, overwrite=True)
     (grad,) = torch.autograd.grad((loss * torch.arange(1, len(loss) + 1)).sum(), given)
     return loss.detach(), grad, given
 
@@ -139,13 +132,13 @@ def test_leaves_and_logits_without_gradient_are_not_overwritten(make: Callable[[
     target = random_target(4, 3, 50, seed=11)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(12))
     before, given = logits.clone(), make(logits)
-    loss = cross_entropy_in_place(given, target)
+    loss = cross_entropy(given, target, overwrite=True)
     if given.requires_grad:
         loss.sum().backward()
     assert torch.equal(given, before)
     given = logits.detach().requires_grad_() * 1.0
     with torch.no_grad():  # as in an evaluation
-        cross_entropy_in_place(given, target)
+        cross_entropy(given, target, overwrite=True)
     assert torch.equal(given, before)
 
 
@@ -153,7 +146,7 @@ def test_leaves_and_logits_without_gradient_are_not_overwritten(make: Callable[[
 def test_a_second_backward_is_an_error(dtype: torch.dtype) -> None:
     target = random_target(4, 3, 50, seed=11)
     given = torch.randn(4, 50, generator=torch.Generator().manual_seed(12), dtype=dtype).requires_grad_() * 1
-    loss = cross_entropy_in_place(given, target).sum()
+    loss = cross_entropy(given, target, overwrite=True).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -164,7 +157,7 @@ def test_a_backward_that_needs_the_logits_is_an_error(dtype: torch.dtype) -> Non
     target = random_target(4, 3, 50, seed=11)
     given = torch.zeros(4, 50, dtype=dtype).requires_grad_().exp()  # the backward of exp reads its output
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        cross_entropy_in_place(given, target).sum().backward()
+        cross_entropy(given, target, overwrite=True).sum().backward()
 
 
 def test_one_hot_has_mass_one() -> None:

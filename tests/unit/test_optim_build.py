@@ -31,17 +31,11 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def groups(model: Volo, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+def groups(model: nn.Module, layer_decay: float = 1.0) -> list[dict[str, Any]]:
     layers = layer_numbers(model) if layer_decay != 1 else {}
-    exempt = model.no_weight_decay()
-    return parameter_groups(
-        named_parameters(model),
-        named_parameters(model),
-        exempt=exempt,
-        weight_decay=DECAY,
-        layers=layers,
-        layer_decay=layer_decay,
-    )
+    named, exempt = named_parameters(model), exempt_from_decay(model)
+    decays = {"weight_decay": DECAY, "layers": layers, "layer_decay": layer_decay}
+    return parameter_groups(named, named, exempt=exempt, **decays)
 
 
 def build(model: Volo, name: str = "adamw") -> Optimizer:
@@ -76,14 +70,7 @@ def test_layers_have_the_learning_rates_of_timms(name: str) -> None:
         model, DECAY, no_weight_decay_list=exempt_from_decay(model), layer_decay=0.7
     )
     expected = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs for p in g["params"]}
-    ours = parameter_groups(
-        named_parameters(model),
-        named_parameters(model),
-        exempt=exempt_from_decay(model),
-        weight_decay=DECAY,
-        layers=layer_numbers(model),
-        layer_decay=0.7,
-    )
+    ours = groups(model, 0.7)
     found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in ours for p in g["params"]}
     assert found.keys() == expected.keys()
     for key, (scale, decay) in found.items():

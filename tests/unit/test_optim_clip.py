@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Literal
 
 import pytest
@@ -10,9 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
-from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.world import World
-from horovod_volo.config.update_settings import Exchange
 from horovod_volo.optim.build import build_optimizer, set_lr
 from horovod_volo.optim.clip import build_clip, divide
 
@@ -46,20 +42,13 @@ def clipped(mode: Literal["norm", "value", "agc"], bound: float, scale: float) -
     return gradients(model)
 
 
-def clip(
-    model: nn.Module,
-    mode: Literal["norm", "value", "agc"],
-    bound: float,
-    flat_gradients: list[Tensor] | None = None,
-) -> Tensor | None:
+def clip(model: nn.Module, mode: Literal["norm", "value", "agc"], bound: float) -> Tensor | None:
     parameters = dict(model.named_parameters())
-    if flat_gradients is None:
-        flat_gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
     return build_clip(
         mode,
         bound,
         parameters,
-        flat_gradients=flat_gradients,
+        flat_gradients=gradients(model),
         heads=("3",),
         global_grad_norm=lambda norm: norm,
     )()
@@ -112,26 +101,6 @@ def test_steps_equal_those_of_gradients_clipped_before(name: str, scale: float) 
     for found, expected, before in zip(ours.parameters(), theirs.parameters(), start, strict=True):
         assert not torch.equal(found, before)
         torch.testing.assert_close(found - before, expected - before, rtol=1e-4, atol=1e-7)
-
-
-def test_the_norm_of_flat_gradients_equals_that_of_all_gradients() -> None:
-    model = network()
-    model[3].bias.requires_grad_(False)  # a frozen parameter has no gradient
-    apart = copy.deepcopy(model)
-    settings = Exchange(compression="none", bucket_mib=100 / 2**20, last_bucket_mib=100 / 2**20)
-    reducer = Reducer(model, World.single(), settings, micro_batches=1)
-    assert len(reducer.local_gradients) > 1
-    images = torch.randn(6, 3, 3, 3, generator=torch.Generator().manual_seed(2))
-    for _ in range(2):  # the second step does not contain the gradients of the first
-        for each in (model, apart):
-            each.zero_grad()
-            each(images).square().sum().backward()
-        norm = nn.utils.get_total_norm([p.grad for p in apart.parameters() if p.grad is not None])
-        with reducer.synchronized_gradients():
-            divisor = clip(model, "norm", 0.5, reducer.local_gradients)
-        assert divisor is not None
-        assert divisor > 1.0
-        torch.testing.assert_close(divisor, norm / 0.5, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -17,7 +17,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.engine.callbacks import build_plugin_callbacks
 from horovod_volo.models.build import build_model, check_model, tokens_per_side, training_forward
-from horovod_volo.models.registry import MODELS, registered_models
+from horovod_volo.models.registry import MODELS
 from horovod_volo.objective.loss import LOSSES, build_loss
 from horovod_volo.optim.build import OPTIMIZERS, check_optimizer
 from horovod_volo.optim.schedule import SCHEDULES
@@ -68,7 +68,7 @@ def test_modules_are_imported_in_their_order(folder: Path) -> None:
         (folder / f"{name}_plugin.py").write_text(MODEL.format(name=name))
     load_plugins("second_plugin, first_plugin,")
     # Those of extras that no test has imported yet are listed last.
-    assert [name for name in registered_models() if name in ("first", "second")] == ["second", "first"]
+    assert [name for name in MODELS.names() if name in ("first", "second")] == ["second", "first"]
     assert isinstance(build_model("first", img_size=33, num_classes=7, drop_path=0.0), nn.Linear)
 
 
@@ -79,7 +79,7 @@ def test_an_installed_entry_point_is_imported_without_a_flag(folder: Path) -> No
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-distribution\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[horovod_volo.plugins]\nmine = installed_plugin\n")
     load_plugins("")
-    assert "installed" in registered_models()
+    assert "installed" in MODELS.names()
     (info / "entry_points.txt").write_text("[horovod_volo.plugins]\nmine = gone_plugin\n")
     assert "The installed plugin mine (gone_plugin): there is no module 'gone_plugin'." in refusal("")
     assert "there is no module 'gone'" in refusal("gone.inside")

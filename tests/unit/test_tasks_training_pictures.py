@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from horovod_volo.config.command_line import build_config
 from horovod_volo.core.batch import Labels, TrainBatch
@@ -32,6 +31,6 @@ def test_colors_are_those_of_the_images_whatever_the_statistics(
     indices = np.arange(2)
     batch = TrainBatch((pixels - mean) / std, Labels(torch.tensor([0, 1])), indices, indices)
     loss = build_loss(config.objective, 2, 4)
-    (picture,) = draw_batch(batch, NO_BOX, loss, nn.Identity(), ("ant", "bee"), config).values()
+    (picture,) = draw_batch(batch, NO_BOX, loss, ("ant", "bee"), config).values()
     sheet = Image.open(io.BytesIO(picture.png)).convert("RGB")
     assert np.abs(np.array(sheet.getpixel((60, 60))) - color).max() <= 2

@@ -91,7 +91,7 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str
     metadata["scaler"] = context.state.scaler.state_dict()
     statistics = statistics_of_run(config.data, config.model.model)
     crop_pct = config.data.crop_pct or spec_of(config.model.model).crop_pct
-    header = header_of(context.data.train.classes) | statistics.header("center", crop_pct)
+    header = header_of(context.data.train.classes, statistics, crop_pct=crop_pct)
 
     def write(tensors: StateDicts) -> list[str]:
         for name, tensor in chain(*(named.items() for named in tensors.values())):
