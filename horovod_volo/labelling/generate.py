@@ -10,6 +10,8 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,14 +20,14 @@ from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.labelling.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
-from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, denormalize, load_teacher
+from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, load_teacher
 from horovod_volo.token_labels.geometry import WHOLE
 from horovod_volo.token_labels.keys import names_of
 
 Progress = Callable[[int, int], None]  # images that this rank has labelled, images it has to label
-CATALOG_FOLDER = ".catalog"
+_CATALOG_FOLDER = ".catalog"
 # With this logit a class leaves 21,841 others less than 1e-9 together, and fp16 rounds it by less than 0.008.
-HIGHEST_LOGIT = 32.0
+_HIGHEST_LOGIT = 32.0
 
 
 def generate_labels(
@@ -44,16 +46,17 @@ def generate_labels(
     resources = rank_resources(world)
     if resources.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: the logits are stored as fp16
-    world.run_on_rank_zero(lambda: check_new_store(store))
-    catalog = shared_catalog(data_dir, "train", store / CATALOG_FOLDER, world)
+    world.run_on_rank_zero(partial(check_new_store, store))
+    catalog = shared_catalog(data_dir, "train", store / _CATALOG_FOLDER, world)
     classes = len(catalog.classes)
 
     def load() -> Teacher:
         if top_k > classes:
             raise UserError(f"--top is {top_k}, but there are {classes} classes. Give at most {classes}.")
-        return load_teacher(choice, classes).on(resources.device)
+        return load_teacher(choice, classes)
 
     teacher = world.run_on_all_ranks(load)
+    teacher.network.to(resources.device)
 
     def open_store() -> LabelStoreWriter:
         # The shape of the maps is that of the logits for a blank image.
@@ -64,43 +67,37 @@ def generate_labels(
             list(names_of(catalog)),
             classes=classes,
             map_shape=(top_k, height, width),
+            shard_rows=shard_rows,
             geometry=str(WHOLE),
             teacher=teacher.name,
             catalog=catalog.digest,
-            shard_rows=shard_rows,
             generated=True,
         )
 
     writer = world.run_on_rank_zero(open_store)
     with closing(TeacherImages(catalog, teacher.image_side, choice.batch_size, resources)) as images:
-        problems = _label_shards(writer, teacher, images, top_k, world, progress)
+        problems = _label_shards(writer, teacher, images, world, progress)
     problems_by_rank = world.allgather_object(problems)
     if world.is_rank_zero:
         writer.finish()
-        shutil.rmtree(store / CATALOG_FOLDER)
-    return len(catalog), [problem for of_rank in problems_by_rank for problem in of_rank]
+        shutil.rmtree(store / _CATALOG_FOLDER)
+    return len(catalog), list(chain(*problems_by_rank))
 
 
 def _label_shards(
-    writer: LabelStoreWriter,
-    teacher: Teacher,
-    images: TeacherImages,
-    top_k: int,
-    world: World,
-    progress: Progress,
+    writer: LabelStoreWriter, teacher: Teacher, images: TeacherImages, world: World, progress: Progress
 ) -> list[str]:
     """Write the unfinished shards of this rank; return the problems of all its shards."""
     records = {number: writer.finished(number) for number in range(world.rank, writer.shards, world.size)}
     problems = [problem for record in records.values() if record for problem in record.problems]
     unfinished = [number for number, record in records.items() if record is None]
-    total, done = sum(len(writer.rows(number)) for number in unfinished), 0
+    total, done, top_k = sum(len(writer.rows(number)) for number in unfinished), 0, writer.metadata.top
     progress(done, total)
     for number in unfinished:
         rows, labelled = writer.rows(number), 0
         scores, ids = writer.empty_shard(number)
-        images.problems.clear()
-        for indices, pixels in images.batches(rows):
-            logits = teacher.label(denormalize(pixels)).float()  # (images, classes, height, width)
+        for indices, pixels in images.pixels(rows):
+            logits = teacher.label(pixels).float()  # (images, classes, height, width)
             best = centred(logits, top_k).topk(top_k, dim=1)
             shard_rows = [index - rows.start for index in indices]
             scores[shard_rows] = best.values.clamp(min=0).half().cpu().numpy()
@@ -114,7 +111,7 @@ def _label_shards(
             )
         done += len(rows)
         progress(done, total)
-        problems += writer.write(number, scores, ids, images.problems).problems
+        problems += writer.write(number, scores, ids, images.bad_samples.new_messages()).problems
     return problems
 
 
@@ -128,4 +125,4 @@ def centred(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     others = logits.scatter(1, best.indices, -torch.inf).logsumexp(dim=1, keepdim=True)
     mean = others - math.log(max(1, logits.shape[1] - top_k))
     # Without other classes, or far above them, only the differences between the top k matter.
-    return logits - torch.maximum(mean, best.values[:, :1] - HIGHEST_LOGIT)
+    return logits - torch.maximum(mean, best.values[:, :1] - _HIGHEST_LOGIT)

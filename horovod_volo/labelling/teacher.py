@@ -10,18 +10,16 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources
 from horovod_volo.config.data_settings import Data
-from horovod_volo.core.center_crop import resized_to
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog
@@ -31,7 +29,6 @@ from horovod_volo.models.pretrained import load_pretrained
 from horovod_volo.models.registry import TokenModel, registered_model
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.weights import TIMM
-from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
 
 
 class TeacherChoice(NamedTuple):
@@ -53,10 +50,6 @@ class Teacher:
     image_side: int
     mean: tuple[float, ...]  # of training pixels from 0 to 1
     std: tuple[float, ...]
-
-    def on(self, device: torch.device) -> Teacher:
-        """Return the teacher with its model on a device."""
-        return replace(self, network=self.network.to(device))
 
     def label(self, pixels: Tensor) -> Tensor:
         """Return logits (images, classes, rows, columns) of pixels (images, 3, side, side) from 0 to 1."""
@@ -94,51 +87,39 @@ def load_teacher(choice: TeacherChoice, classes: int) -> Teacher:
     return Teacher(trained.network, shown, trained.image_side, trained.mean, trained.std)
 
 
-def token_logits(network: nn.Module, images: Tensor) -> Tensor:
+def token_logits(network: Any, images: Tensor) -> Tensor:
     """Return the logits (images, classes, rows, columns) of the cells of a model's feature map."""
-    grid: Any = getattr(network, "grid", None)
-    if isinstance(network, TokenModel) and grid is not None:
-        return _logits_of_token_head(network, network.forward_features(images), grid)  # type: ignore[operator]
-    if not all(callable(getattr(network, part, None)) for part in ("forward_features", "forward_head")):
+    grid = network.grid if isinstance(network, TokenModel) and hasattr(network, "grid") else None
+    if grid is None and not all(
+        callable(getattr(network, part, None)) for part in ("forward_features", "forward_head")
+    ):
         raise _unsuitable(network, "it has no separate features and head")
-    features: Any = network.forward_features(images)  # type: ignore[operator]
+    features: Any = network.forward_features(images)
     if not isinstance(features, Tensor) or features.ndim not in (3, 4):
         raise _unsuitable(network, "its features are neither a map nor a sequence of tokens")
     if isinstance(network, VOLO):
-        return _logits_of_token_head(network, features, network.pos_embed.shape[1:3])
-    return _logits_of_map(network, features) if features.ndim == 4 else _logits_of_tokens(network, features)
-
-
-def _logits_of_token_head(network: Any, features: Tensor, grid: tuple[int, int]) -> Tensor:
-    head = network.head if network.aux_head is None else network.aux_head
-    logits: Tensor = head(features[:, 1:])  # (images, rows * columns, classes), the class token left out
-    return logits.reshape(len(logits), *grid, -1).permute(0, 3, 1, 2)
-
-
-def _logits_of_map(network: nn.Module, features: Tensor) -> Tensor:
-    if getattr(network, "output_fmt", "NCHW") == "NHWC":
-        images, rows, columns, channels = features.shape
-        cells = features.reshape(-1, 1, 1, channels)
+        grid = tuple(network.pos_embed.shape[1:3])
+    if grid is not None:  # tokens after that of the class, for which there is a head of their own
+        head = network.head if network.aux_head is None else network.aux_head
+        logits: Tensor = head(features[:, 1:])
+    elif features.ndim == 4:
+        channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
+        maps = features if channels_last else features.permute(0, 2, 3, 1)
+        grid, cells = tuple(maps.shape[1:3]), maps.flatten(0, 2)  # (cells, channels)
+        logits = _head_logits(network, cells[:, None, None] if channels_last else cells[..., None, None])
     else:
-        images, channels, rows, columns = features.shape
-        cells = features.permute(0, 2, 3, 1).reshape(-1, channels, 1, 1)
-    return _head_logits(network, cells).reshape(images, rows, columns, -1).permute(0, 3, 1, 2)
+        prefix = int(getattr(network, "num_prefix_tokens", 0))  # class, distillation and register tokens
+        tokens = features[:, prefix:]  # (images, rows * columns, channels)
+        grid = (math.isqrt(tokens.shape[1]),) * 2
+        if math.prod(grid) != tokens.shape[1]:
+            raise _unsuitable(network, f"its {tokens.shape[1]} tokens are not a square grid")
+        # All tokens of a sequence are the cell's, so it does not matter which of them the head uses.
+        logits = _head_logits(network, tokens.flatten(0, 1)[:, None].expand(-1, prefix + 1, -1))
+    return logits.reshape(len(features), *grid, -1).permute(0, 3, 1, 2)
 
 
-def _logits_of_tokens(network: nn.Module, features: Tensor) -> Tensor:
-    prefix = int(getattr(network, "num_prefix_tokens", 0))  # class, distillation and register tokens
-    tokens = features[:, prefix:]  # (images, rows * columns, channels)
-    images, count, channels = tokens.shape
-    side = math.isqrt(count)
-    if side * side != count:
-        raise _unsuitable(network, f"its {count} tokens are not a square grid")
-    # All tokens of a sequence are the cell's, so it does not matter which of them the head uses or averages.
-    cells = tokens.reshape(-1, 1, channels).expand(-1, prefix + 1, -1)
-    return _head_logits(network, cells).reshape(images, side, side, -1).permute(0, 3, 1, 2)
-
-
-def _head_logits(network: nn.Module, cells: Tensor) -> Tensor:
-    logits: Any = network.forward_head(cells)  # type: ignore[operator]
+def _head_logits(network: Any, cells: Tensor) -> Tensor:
+    logits: Any = network.forward_head(cells)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(cells):
         raise _unsuitable(network, "its head gives no logits for a single cell")
     return logits  # (cells, classes)
@@ -151,59 +132,31 @@ def _unsuitable(network: nn.Module, reason: str) -> UserError:
     )
 
 
-def denormalize(pixels: Tensor) -> Tensor:
-    """Undo the normalisation of the data pipeline; return pixel values from 0 to 1."""
-    mean, std = (pixels.new_tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
-    return pixels * std + mean
+class TeacherImages(EvalBatches):
+    """Images of a catalog, each resized to a square without keeping the aspect ratio, as a teacher sees them.
 
-
-class TeacherImages:
-    """Batches of images of a catalog: whole ones resized to a square, or their centre crops.
-
-    They are read and decoded as evaluation images are; damaged ones are left out. `geometry` is the part of
-    each image that is shown; the size before a centre crop is rounded to pixels.
+    They are read and decoded as evaluation images are; damaged ones are left out.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        image_size: int,
-        batch: int,
-        resources: RankResources,
-        geometry: MapGeometry = WHOLE,
-    ) -> None:
-        self.problems: list[str] = []  # one message for each image that was left out
-        self._image_size, self._geometry = image_size, geometry
-        self._images = EvalBatches(
+    def __init__(self, catalog: Catalog, image_size: int, batch: int, resources: RankResources) -> None:
+        super().__init__(
             catalog,
             len(catalog),
             Data(batch_size=batch, bad_samples="skip", bad_samples_limit=len(catalog)),
             image_size=image_size,
-            resize=self._resized_shapes,
+            resize=lambda sizes: np.full_like(sizes, image_size),
             rank=0,
             size=1,
             device=resources.device,
             threads=resources.threads,
         )
 
-    def batches(self, indices: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield indices and normalised images (batch, 3, image_size, image_size) of what can be decoded."""
-        with closing(self._images.decoded(np.array(indices, dtype=np.int64))) as decoded:
+    def pixels(self, indices: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield indices and pixels (images, 3, image_size, image_size) from 0 to 1 of what can be decoded."""
+        with closing(self.decoded(np.array(indices, dtype=np.int64))) as decoded:
             for pending, images in decoded:
+                mean, std = (images.new_tensor(each).view(3, 1, 1) for each in (IMAGENET_MEAN, IMAGENET_STD))
                 usable = np.flatnonzero(~pending.bad)
-                if len(usable) == len(images):
-                    yield pending.indices.tolist(), images
-                elif len(usable):
-                    yield pending.indices[usable].tolist(), images[torch.from_numpy(usable).to(images.device)]
-        self.problems += self._images.bad_samples.new_messages()
-
-    def close(self) -> None:
-        """End all threads."""
-        self._images.close()
-
-    def _resized_shapes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the heights and widths, (batch, 2), before the centre crop."""
-        if self._geometry == WHOLE:
-            return np.full_like(sizes, self._image_size)
-        resize, crop = self._geometry.resize, self._geometry.size
-        return resized_to(sizes, max(1, round(self._image_size * resize / crop)))
+                if len(usable):
+                    shown = images[torch.from_numpy(usable).to(images.device)]
+                    yield pending.indices[usable].tolist(), shown * std + mean
