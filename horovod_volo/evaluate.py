@@ -37,7 +37,7 @@ WORST_CLASSES = 20
 _FLAGS_OF_TASKS = {
     **dict.fromkeys(("model", "img_size", "aux_head", "mean", "std"), ("classification",)),
     **dict.fromkeys(("crop_pct", "crops", "real", "v2", "cache_dir"), ("classification",)),
-    **dict.fromkeys(("test_mode", "scales", "flip"), ("segmentation",)),
+    **dict.fromkeys(("scales", "flip"), ("segmentation",)),
     "predictions": ("segmentation", "detection"),
     "image_decoder": ("classification", "detection"),
 }
@@ -158,15 +158,6 @@ def build_parser() -> Parser:
 
 def _add_scene_flags(parser: Parser) -> None:
     scenes = parser.add_argument_group("segmentation and detection")
-    add_flags(
-        scenes,
-        Setting(
-            name="test_mode",
-            kind=Literal["run", "whole", "slide"],
-            default="run",
-            help="whole images, or windows of the size in training; run: as the run did",
-        ),
-    )
     scenes.add_argument(
         "--scales",
         type=float,

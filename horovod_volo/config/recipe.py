@@ -20,6 +20,20 @@ RECIPES = Path(__file__).parent / "recipes"
 
 # Keys that moved to another table: they are read from both.
 _MOVED = {("exchange", "precision"): "model"}
+# Keys that were removed, with the value that changes nothing: the resolved.toml of an earlier run has all.
+_REMOVED = {
+    ("segmentation", "neck"): "lvvit",
+    ("segmentation", "auxiliary_weight"): 0.4,
+    ("segmentation", "mask_resize"): "centre",
+    ("detection", "keep_empty"): False,
+    ("detection", "crop_sides"): [0.3, 1.0],
+    ("detection", "saturation_range"): [0.5, 1.5],
+    ("detection", "contrast_range"): [0.5, 1.5],
+    ("detection", "brightness_range"): [0.875, 1.125],
+    ("detection", "min_score"): 0.05,
+    ("detection", "max_overlap"): 0.5,
+    ("detection", "most_boxes"): 200,
+}
 
 
 def recipe_names() -> list[str]:
@@ -65,6 +79,8 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             chosen[group] = _published(table, path)
             continue
         for key, value in table.items():
+            if (group, key) in _REMOVED and value == _REMOVED[group, key]:
+                continue
             home = _MOVED.get((group, key), group)
             if (home, key) not in settings:
                 raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")

@@ -7,12 +7,12 @@ logits are scaled back to the image's own size. Masks are never scaled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import isnan
-from pathlib import Path
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -28,10 +28,11 @@ from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.reading import decode_rgb
+from horovod_volo.dense.dense_batches import RankContext, levels
 from horovod_volo.dense.pictures import EvaluationPictures, write_prediction
 from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import keep_ratio
-from horovod_volo.dense.task import Evaluation, Measured, RankContext, levels
+from horovod_volo.dense.task import Evaluation, Measured
 from horovod_volo.engine.task import Beat, Metrics
 
 Place = tuple[EllipsisType, slice, slice]  # of a window in an image
@@ -49,7 +50,7 @@ class Scene(NamedTuple):
 class SceneEvalLoader:
     """This rank's images of the evaluation, one by one; over all ranks, each is there once."""
 
-    damaged: int  # images of the last iteration that could not be used
+    damaged = 0  # images of the last iteration that could not be used
 
     def __init__(self, scenes: SceneList, settings: Data, context: RankContext) -> None:
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
@@ -75,10 +76,9 @@ class SceneEvalLoader:
         self._threads.shutdown(cancel_futures=True)
 
     def _read_usable(self, index: int) -> Scene | None:
-        try:
+        with suppress(BadSampleError):
             return self.bad_samples.read_or_raise(index, self._read)
-        except BadSampleError:
-            return None
+        return None
 
     def _read(self, index: int) -> Scene:
         pixels = decode_rgb(self._scenes, index)
@@ -99,18 +99,11 @@ class SceneEvaluation(Evaluation):
         self.bad_samples, self.folder = self._loader.bad_samples, scenes.root
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Mapping[str, Any]:  # type: ignore[override]
         """Return how images are predicted, for the result."""
         return {"test_mode": self._settings.test_mode, **self.views._asdict()}
 
-    def measure(
-        self,
-        network: nn.Module,
-        beat: Beat,
-        *,
-        pictures: EvaluationPictures | None = None,
-        predictions: Path | None = None,
-    ) -> Measured:
+    def measure(self, network: nn.Module, beat: Beat, pictures: EvaluationPictures | None = None) -> Measured:
         """Count the pixels of the images of all ranks. Collective: every rank calls this."""
         scenes, device, classes = self._scenes, self._context.device, len(self._scenes.classes)
         confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
@@ -121,8 +114,8 @@ class SceneEvaluation(Evaluation):
                 images += 1
                 if pictures and pictures.wants(scene.number):
                     pictures.add_masks(*scene, predicted)
-                if predictions:
-                    write_prediction(predictions, scenes, scene.number, predicted)
+                if self.predictions:
+                    write_prediction(self.predictions, scenes, scene.number, predicted)
                 beat(1)
         own = (*confusion.flatten().tolist(), images, self._loader.damaged)
         *counts, images_of_all, bad_of_all = map(int, self._context.world.sum_over_ranks(*own))
@@ -167,7 +160,8 @@ class SceneEvaluation(Evaluation):
         for first in found:
             scene = waiting.popleft()
             of_scene = [first, *islice(found, len(views) - 1)]
-            yield scene, self._classes(of_scene, [flip for _, flip in views], scene.mask.shape)
+            height, width = scene.mask.shape
+            yield scene, _classes(of_scene, [flip for _, flip in views], (height, width))
 
     def _scaled(self, levels: Tensor, scale: float) -> Tensor:
         """Return a normalised image (1, 3, height, width) of another size."""
@@ -175,15 +169,15 @@ class SceneEvaluation(Evaluation):
         size = keep_ratio((levels.shape[1], levels.shape[2]), longer, shorter)
         return ((resize(levels, size) - self._mean) / self._std)[None]
 
-    def _classes(self, found: Sequence[Tensor], flips: Sequence[bool], size: Sequence[int]) -> Tensor:
-        """Return the classes of an image of this height and width, from the logits of its views."""
-        full = [resize(logits[0], (size[0], size[1])) for logits in found]
-        if len(full) == 1:
-            return full[0].argmax(dim=0)
-        total = torch.zeros_like(full[0])
-        for logits, flip in zip(full, flips, strict=True):
-            total += (logits.flip(2) if flip else logits).softmax(dim=0)
-        return total.argmax(dim=0)
+
+def _classes(found: Sequence[Tensor], flips: Sequence[bool], size: tuple[int, int]) -> Tensor:
+    """Return the classes of an image of this height and width, from the logits of its views."""
+    full = [resize(logits[0], size) for logits in found]
+    if len(full) == 1:
+        return full[0].argmax(dim=0)
+    flipped = zip(full, flips, strict=True)
+    probabilities = ((logits.flip(2) if flip else logits).softmax(dim=0) for logits, flip in flipped)
+    return sum(probabilities, torch.zeros_like(full[0])).argmax(dim=0)
 
 
 def logits_of(network: nn.Module, images: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""UPerHead and the auxiliary FCN head, under mmsegmentation's parameter names, and the necks before them.
+"""UPerHead and the auxiliary FCN head, under mmsegmentation's parameter names, and the neck before them.
 
-A neck makes maps of four strides of a backbone's: "lvvit" is the published LV-ViT's, "pyramid" that of BEiT
-and MAE. Given these, the heads return logits (batch, classes, height, width) at the size of the first and of
-the third map. Each head is written as steps that stop at its norms, so that norms that do not depend on each
-other share an exchange between ranks (models/sync_batch_norm.py): four for the head, the auxiliary
-head's among the first.
+The neck, the published LV-ViT's, makes maps of strides 4, 8, 16 and 16 of a backbone's. Given these, the
+heads return logits (batch, classes, height, width) at the size of the first and of the third map. Each head
+is written as steps that stop at its norms, so that norms that do not depend on each other share an exchange
+between ranks (models/sync_batch_norm.py): four for the head, the auxiliary head's among the first.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from horovod_volo.models.sync_batch_norm import Steps, SyncBatchNorm, run_together
 
-STRIDES = (4, 8, 16, 32)
+_STRIDES = (4, 8)  # of the first maps
 _LAST_CHANNELS = 2048  # of LV-ViT's neck
 _POOLED_SIDES = (1, 2, 3, 6)
 _PUBLISHED_WIDTH = 256
@@ -123,30 +122,27 @@ class LvVitNeck(nn.Module):
     def __init__(self, channels: Sequence[int], strides: Sequence[int]) -> None:
         super().__init__()
         self.channels = (*channels[:3], _LAST_CHANNELS)
-        for number, (width, stride) in enumerate(zip(channels, strides, strict=True)):
-            scale = stride // STRIDES[number]
-            if number < 2 and scale > 1:
-                layer = nn.Sequential(
+        scales = [stride // wanted for stride, wanted in zip(strides, _STRIDES, strict=False)]
+        for number, width in enumerate(channels):
+            layers: list[nn.Module] = []
+            if number < len(scales) and scales[number] > 1:
+                scale = scales[number]
+                layers += [
                     nn.ConvTranspose2d(width, width, scale, stride=scale, bias=False),
                     SyncBatchNorm(width),
                     nn.ReLU(inplace=True),
-                    nn.Conv2d(width, width, 1, bias=False),
-                    SyncBatchNorm(width),
-                    nn.ReLU(inplace=True),
-                )
-            else:
-                layer = nn.Sequential(
-                    nn.Conv2d(width, self.channels[number], 1, bias=False),
-                    SyncBatchNorm(self.channels[number]),
-                    nn.ReLU(inplace=True),
-                )
-            self.add_module(f"side_layer{number + 1}", layer)
+                ]
+            layers += [
+                nn.Conv2d(width, self.channels[number], 1, bias=False),
+                SyncBatchNorm(self.channels[number]),
+                nn.ReLU(inplace=True),
+            ]
+            self.add_module(f"side_layer{number + 1}", nn.Sequential(*layers))
         draw_weights(self)
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         """Return four maps (batch, channels, height, width)."""
-        layers = [self.get_submodule(f"side_layer{number + 1}") for number in range(len(maps))]
-        parts = [_side_steps(layer, each) for layer, each in zip(layers, maps, strict=True)]  # type: ignore[arg-type]
+        parts = [_side_steps(layer, each) for layer, each in zip(self.children(), maps, strict=True)]  # type: ignore[arg-type]
         return run_together(parts)
 
 
@@ -157,55 +153,6 @@ def _side_steps(layer: nn.Sequential, maps: Tensor) -> Steps:
         else:
             maps = module(maps)
     return maps
-
-
-class PyramidNeck(nn.Module):
-    """Layer norm of each map, then transposed convolutions and pooling; maps of strides 4, 8, 16 and 32."""
-
-    def __init__(self, channels: Sequence[int], strides: Sequence[int]) -> None:
-        super().__init__()
-        self.channels = tuple(channels)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in channels)
-        self.scales = nn.ModuleList(
-            _scaling(width, stride, wanted)
-            for width, stride, wanted in zip(channels, strides, STRIDES, strict=True)
-        )
-
-    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Return four maps (batch, channels, height, width)."""
-        normed = (
-            norm(each.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-            for norm, each in zip(self.norms, maps, strict=True)
-        )
-        return [scale(each) for scale, each in zip(self.scales, normed, strict=True)]
-
-
-def _scaling(width: int, stride: int, wanted: int) -> nn.Module:
-    if stride == 4 * wanted:
-        return nn.Sequential(
-            nn.ConvTranspose2d(width, width, 2, stride=2),
-            SyncBatchNorm(width),
-            nn.GELU(),
-            nn.ConvTranspose2d(width, width, 2, stride=2),
-        )
-    if stride == 2 * wanted:
-        return nn.ConvTranspose2d(width, width, 2, stride=2)
-    return nn.Identity() if stride == wanted else nn.MaxPool2d(wanted // stride)
-
-
-class NoNeck(nn.Identity):
-    """For a backbone whose maps have strides 4, 8, 16 and 32 already."""
-
-    def __init__(self, channels: Sequence[int]) -> None:
-        super().__init__()
-        self.channels = tuple(channels)
-
-
-def build_neck(kind: str, channels: Sequence[int], strides: Sequence[int]) -> Any:
-    """Build the neck that --neck names; maps that have the strides of a pyramid need none."""
-    if tuple(strides) == STRIDES:
-        return NoNeck(channels)
-    return (LvVitNeck if kind == "lvvit" else PyramidNeck)(channels, strides)
 
 
 def pad_to_multiple(images: Tensor, multiple: int) -> Tensor:

@@ -21,20 +21,15 @@ from torch import Tensor, nn
 from horovod_volo.config.schema import Model
 from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.core.errors import UserError
 from horovod_volo.dense.backbones import build_backbone, fit_backbone
-from horovod_volo.dense.uperhead import FCNHead, UPerHead, build_neck, pad_to_multiple
+from horovod_volo.dense.uperhead import FCNHead, LvVitNeck, UPerHead, pad_to_multiple
 from horovod_volo.models.build import seed_torch
 from horovod_volo.models.sync_batch_norm import run_together
 
 HEADS = ("decode_head.conv_seg", "auxiliary_head.conv_seg")
-# The same modules in other projects, (theirs, ours): two of Hugging Face, one of LV-ViT's repository.
-_RENAMED = (
-    (".batch_norm.", ".bn."),
-    (".classifier.", ".conv_seg."),
-    ("backbone.side_layer", "neck.side_layer"),
-)
+_THEIR_NECK, _OUR_NECK = "backbone.side_layer", "neck.side_layer"  # in LV-ViT's repository and here
 _STRIDE = 16
+_AUXILIARY_WEIGHT = 0.4
 
 
 class UperNet(nn.Module):
@@ -44,7 +39,7 @@ class UperNet(nn.Module):
         """Build it with fresh weights from torch's random state."""
         super().__init__()
         self.backbone = build_backbone(model)
-        self.neck = build_neck(settings.neck, self.backbone.channels, self.backbone.strides)
+        self.neck = LvVitNeck(self.backbone.channels, self.backbone.strides)
         self.decode_head = UPerHead(self.neck.channels, settings.head_width, num_classes)
         self.auxiliary_head = FCNHead(self.neck.channels[2], settings.auxiliary_width, num_classes)
 
@@ -63,13 +58,10 @@ class UperNet(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters without weight decay."""
-        exempt = getattr(self.backbone, "no_weight_decay", set)
-        return {f"backbone.{name}" for name in exempt()}
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the parameters of each layer as timm's patterns: those of the backbone, then all others."""
-        if not hasattr(self.backbone, "group_matcher"):
-            raise UserError("--layer-decay needs VOLO or LV-ViT. Drop it, or use another --model.")
         groups = {
             name: _prefixed(patterns) for name, patterns in self.backbone.group_matcher(coarse=coarse).items()
         }
@@ -87,9 +79,10 @@ def fitted_weights(
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
     """Return weights under our names, tensors of the network that stay fresh, and messages.
 
-    The weights are of such a network, from here, mmsegmentation or Hugging Face, or of a backbone alone.
+    The weights are of such a network, from here or mmsegmentation, or of a backbone alone.
     """
-    weights, messages = _renamed(given), list[str]()
+    weights = {name.replace(_THEIR_NECK, _OUR_NECK): tensor for name, tensor in given.items()}
+    messages = list[str]()
     is_whole = any(name.startswith("decode_head.") for name in weights)
     prefix = "backbone." if is_whole else ""
     body = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
@@ -97,20 +90,9 @@ def fitted_weights(
     fresh = [] if is_whole else [name for name in network.state_dict() if not name.startswith("backbone.")]
     if fresh:
         messages.append("neck and heads begin with fresh weights: these are of the backbone alone")
-    kept, of_backbone = fit_backbone(network.backbone, body, whole=not is_whole)
+    kept, of_backbone = fit_backbone(network.backbone, body)
     messages += of_backbone
     return others | {f"backbone.{name}": tensor for name, tensor in kept.items()}, fresh, messages
-
-
-def _renamed(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    renamed = {}
-    for key, tensor in given.items():
-        name = key
-        if key.startswith(("decode_head.", "auxiliary_head.", "backbone.side_layer")):
-            for theirs, ours in _RENAMED:
-                name = name.replace(theirs, ours)
-        renamed[name] = tensor
-    return renamed
 
 
 class PixelLosses(NamedTuple):
@@ -121,10 +103,10 @@ class PixelLosses(NamedTuple):
     auxiliary_loss: Tensor
 
 
-def pixel_losses(logits: Tensor, auxiliary: Tensor, labels: Tensor, auxiliary_weight: float) -> PixelLosses:
+def pixel_losses(logits: Tensor, auxiliary: Tensor, labels: Tensor) -> PixelLosses:
     """Return the losses of both heads, given labels (batch, height, width) uint8."""
     pixel_loss, auxiliary_loss = (pixel_cross_entropy(each, labels) for each in (logits, auxiliary))
-    return PixelLosses(pixel_loss + auxiliary_weight * auxiliary_loss, pixel_loss, auxiliary_loss)
+    return PixelLosses(pixel_loss + _AUXILIARY_WEIGHT * auxiliary_loss, pixel_loss, auxiliary_loss)
 
 
 def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

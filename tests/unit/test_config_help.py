@@ -69,5 +69,4 @@ def test_bash_completes_commands_flags_values_and_files(tmp_path: Path) -> None:
     assert sorted(completed("horovod-volo ", tmp_path)) == sorted([*COMMANDS, "--help", "--version"])
     assert set(completed("horovod-volo train --", tmp_path)) == {f for f in FLAGS if f.startswith("--")}
     # A flag of several commands has the values of its own.
-    assert completed("horovod-volo evaluate --test-mode r", tmp_path) == ["run"]
-    assert completed("horovod-volo train --test-mode r", tmp_path) == []
+    assert completed("horovod-volo evaluate --split v", tmp_path) == ["val"]
