@@ -7,13 +7,12 @@ logits are scaled back to the image's own size. Masks are never scaled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import isnan
-from types import EllipsisType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +33,6 @@ from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import keep_ratio
 from horovod_volo.dense.task import Evaluation, Measured
 from horovod_volo.engine.task import Beat, Metrics
-
-Place = tuple[EllipsisType, slice, slice]  # of a window in an image
-Predict = Callable[[Tensor], Tensor]  # normalised images -> logits of the same height and width
 
 
 class Scene(NamedTuple):
@@ -109,7 +105,8 @@ class SceneEvaluation(Evaluation):
         confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
         images = 0
         with torch.inference_mode(), self._context.autocast:
-            for scene, predicted in self._predictions(network, self._loader):
+            for scene in self._loader:
+                predicted = self._predict(network, scene)
                 confusion += count_pixels(scene.mask.to(device), predicted, classes)
                 images += 1
                 if pictures and pictures.wants(scene.number):
@@ -136,48 +133,30 @@ class SceneEvaluation(Evaluation):
             ("classes", f"{metrics['class_accuracy']:.3f} % right on average"),
         ]
 
-    def _predictions(self, network: nn.Module, scenes: Iterable[Scene]) -> Iterator[tuple[Scene, Tensor]]:
-        """Yield each image with the classes of its pixels (height, width), in order.
-
-        Windows of several images are predicted together, always as many: zeros fill the last batch, so that
-        what is predicted does not depend on the other images of a rank.
-        """
-        flips = (False, True) if self.views.flip else (False,)
-        views = [(scale, flip) for scale in self.views.scales for flip in flips]
-        waiting: deque[Scene] = deque()
-
-        def scaled() -> Iterator[Tensor]:
-            for scene in scenes:
-                waiting.append(scene)
-                levels = scene.pixels.to(self._context.device).float()
-                yield from (self._scaled(levels.flip(2) if flip else levels, scale) for scale, flip in views)
-
-        predict = partial(logits_of, network)
-        if self._settings.test_mode == "slide":
-            found = slide(predict, scaled(), self._window, self._settings.test_stride, self._batch)
-        else:
-            found = map(predict, scaled())
-        for first in found:
-            scene = waiting.popleft()
-            of_scene = [first, *islice(found, len(views) - 1)]
-            height, width = scene.mask.shape
-            yield scene, _classes(of_scene, [flip for _, flip in views], (height, width))
+    def _predict(self, network: nn.Module, scene: Scene) -> Tensor:
+        """Return the classes of an image's pixels (height, width)."""
+        levels = scene.pixels.to(self._context.device).float()
+        height, width = scene.mask.shape
+        predict, found = partial(logits_of, network), list[Tensor]()
+        for scale in self.views.scales:
+            for flip in (False, True) if self.views.flip else (False,):
+                image = self._scaled(levels.flip(2) if flip else levels, scale)
+                if self._settings.test_mode == "slide":
+                    logits = slide(predict, image, self._window, self._settings.test_stride, self._batch)
+                else:
+                    logits = predict(image)
+                full = resize(logits[0], (height, width))
+                found.append(full.flip(2) if flip else full)
+        if len(found) == 1:
+            return found[0].argmax(dim=0)
+        probabilities = (logits.softmax(dim=0) for logits in found)
+        return sum(probabilities, torch.zeros_like(found[0])).argmax(dim=0)
 
     def _scaled(self, levels: Tensor, scale: float) -> Tensor:
         """Return a normalised image (1, 3, height, width) of another size."""
         longer, shorter = (int(side * scale) for side in self._settings.scene_size)
         size = keep_ratio((levels.shape[1], levels.shape[2]), longer, shorter)
         return ((resize(levels, size) - self._mean) / self._std)[None]
-
-
-def _classes(found: Sequence[Tensor], flips: Sequence[bool], size: tuple[int, int]) -> Tensor:
-    """Return the classes of an image of this height and width, from the logits of its views."""
-    full = [resize(logits[0], size) for logits in found]
-    if len(full) == 1:
-        return full[0].argmax(dim=0)
-    flipped = zip(full, flips, strict=True)
-    probabilities = ((logits.flip(2) if flip else logits).softmax(dim=0) for logits, flip in flipped)
-    return sum(probabilities, torch.zeros_like(full[0])).argmax(dim=0)
 
 
 def logits_of(network: nn.Module, images: Tensor) -> Tensor:
@@ -189,57 +168,24 @@ def logits_of(network: nn.Module, images: Tensor) -> Tensor:
 
 
 def slide(
-    predict: Predict, images: Iterable[Tensor], window: int, stride: int, batch: int = 1
-) -> Iterator[Tensor]:
-    """Yield the mean over windows of the logits of each image (1, 3, height, width).
+    predict: Callable[[Tensor], Tensor], image: Tensor, window: int, stride: int, batch: int = 1
+) -> Tensor:
+    """Return the mean over windows of the logits of an image (1, 3, height, width).
 
-    Windows are `stride` pixels apart; the last ones are moved back inside. `batch` of them are predicted at
-    once; those of an image that is smaller than a window, alone.
+    Windows are `stride` pixels apart; the last ones are moved back inside. At most `batch` of them are
+    predicted at once, and none of another image, so that a prediction depends on its image alone.
     """
-    started: deque[_SlidImage] = deque()
-
-    def windows() -> Iterator[tuple[_SlidImage, Place]]:
-        for image in images:
-            started.append(_SlidImage(image, window, stride))
-            yield from ((started[-1], place) for place in started[-1].places)
-
-    rest = windows()
-    while group := list(islice(rest, batch)):
-        parts = [each.image[place] for each, place in group]
-        whole = [part for part in parts if part.shape[2:] == (window, window)]
-        filled = torch.cat([*whole, parts[0].new_zeros(batch - len(whole), 3, window, window)])
-        logits = iter(predict(filled) if whole else ())
-        for (each, place), part in zip(group, parts, strict=True):
-            each.add(place, next(logits) if part.shape[2:] == (window, window) else predict(part)[0])
-        while started and not started[0].missing:
-            yield started.popleft().mean()
-
-
-class _SlidImage:
-    """An image, and the logits of its windows so far."""
-
-    def __init__(self, image: Tensor, window: int, stride: int) -> None:
-        rows, columns = (_begins(side, window, stride) for side in image.shape[2:])
-        self.image = image
-        self.places: list[Place] = [
-            (..., slice(top, top + window), slice(left, left + window)) for top in rows for left in columns
-        ]
-        self.missing = len(self.places)
-        self._total: Tensor | None = None
-        self._counts = image.new_zeros(1, 1, *image.shape[2:])
-
-    def add(self, place: Place, logits: Tensor) -> None:
-        """Add the logits (classes, height, width) of a window."""
-        if self._total is None:
-            self._total = logits.new_zeros(1, logits.shape[0], *self.image.shape[2:])
-        self._total[place] += logits
-        self._counts[place] += 1
-        self.missing -= 1
-
-    def mean(self) -> Tensor:
-        """Return the mean over the windows of each pixel."""
-        assert self._total is not None
-        return self._total / self._counts
+    rows, columns = (_begins(side, window, stride) for side in image.shape[2:])
+    places = [(..., slice(top, top + window), slice(left, left + window)) for top in rows for left in columns]
+    counts, total = image.new_zeros(1, 1, *image.shape[2:]), image.new_zeros(0)
+    for first in range(0, len(places), batch):
+        group = places[first : first + batch]
+        for place, logits in zip(group, predict(torch.cat([image[each] for each in group])), strict=True):
+            if not len(total):
+                total = logits.new_zeros(1, len(logits), *image.shape[2:])
+            total[place] += logits
+            counts[place] += 1
+    return total / counts
 
 
 def _begins(side: int, window: int, stride: int) -> list[int]:
