@@ -97,7 +97,9 @@ def test_weights_for_other_classes_give_all_but_the_classifiers() -> None:
     """LV-ViT's repository has its neck inside of the backbone."""
     torch.manual_seed(0)
     network, source = build("volo_demo"), build("volo_demo", classes=9).state_dict()
-    theirs = {name.replace("neck.", "backbone."): tensor for name, tensor in source.items()}
+    theirs = {
+        name.replace("neck.side_layer", "backbone.side_layer"): tensor for name, tensor in source.items()
+    }
     weights, fresh, _ = fitted_weights(network, theirs)
     messages = load_fitted(network, weights, "here", heads=HEADS, fresh=fresh)
     assert "the weights are for 9 classes, the images have 5" in " ".join(messages)
