@@ -81,8 +81,7 @@ def _import(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace, world: World) -> int:
     from horovod_volo.data.image_decoder import decoder_messages
-    from horovod_volo.labelling.generate import generate_labels
-    from horovod_volo.labelling.teacher import TeacherChoice
+    from horovod_volo.labelling.generate import TeacherChoice, generate_labels
     from horovod_volo.plugins import load_plugins
 
     world.run_on_all_ranks(partial(load_plugins, args.plugin))

@@ -6,7 +6,7 @@ missing maps, which may have been repaired since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from horovod_volo.core.atomic_file import remove_partials
@@ -69,7 +69,11 @@ def import_labels(
         teacher=UNKNOWN_TEACHER,
         catalog=catalog.digest,
     )
-    records = _import_shards(writer, source, keys, workers, progress, again_with_problems=fail_on_bad_samples)
+    finished = {number: writer.finished(number) for number in range(writer.shards)}
+    records = {number: record for number, record in finished.items() if record}
+    if fail_on_bad_samples:  # what was wrong may have been repaired
+        records = {number: record for number, record in records.items() if not record.problems}
+    _import_shards(writer, source, keys, workers, records, progress)
     problems = [problem for number in range(writer.shards) for problem in records[number].problems]
     if not (problems and fail_on_bad_samples):
         writer.finish()
@@ -81,40 +85,27 @@ def _import_shards(
     source: Path,
     keys: Sequence[str],
     workers: int,
+    records: dict[int, ShardRecord],
     progress: Progress,
-    *,
-    again_with_problems: bool,
-) -> dict[int, ShardRecord]:
-    """Write the shards that are not finished, or had problems that may have been repaired; return all."""
-    found = {number: writer.finished(number) for number in range(writer.shards)}
-    records = {
-        number: record
-        for number, record in found.items()
-        if record and not (record.problems and again_with_problems)
-    }
+) -> None:
+    """Write the shards that have no record, and add theirs."""
 
-    def report() -> None:
+    def add(found: Mapping[int, ShardRecord]) -> None:
+        records.update(found)
         progress(sum(record.shard.rows for record in records.values()), len(keys))
 
-    def add(number: int, record: ShardRecord) -> None:
-        records[number] = record
-        report()
-
-    report()
-    tasks = {
-        number: (writer, number, source, keys[(rows := writer.rows(number)).start : rows.stop])
-        for number in found
-        if number not in records
-    }
+    add({})
+    missing = [number for number in range(writer.shards) if number not in records]
+    rows = {number: writer.rows(number) for number in missing}
+    tasks = {number: (writer, number, source, keys[each.start : each.stop]) for number, each in rows.items()}
     if workers == 1 or len(tasks) < 2:
         for number, task in tasks.items():
-            add(number, import_shard(*task))
-        return records
+            add({number: import_shard(*task)})
+        return
     try:
-        run_in_processes(import_shard, tasks, workers, add)
+        run_in_processes(import_shard, tasks, workers, lambda number, record: add({number: record}))
     finally:
         remove_partials(writer.folder)  # of workers that were killed
-    return records
 
 
 def import_shard(writer: LabelStoreWriter, number: int, source: Path, keys: Sequence[str]) -> ShardRecord:

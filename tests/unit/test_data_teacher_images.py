@@ -12,7 +12,7 @@ from PIL import Image
 
 from horovod_volo.cluster.world import RankResources
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.labelling.teacher import TeacherImages
+from horovod_volo.labelling.generate import TeacherImages
 
 SIDE = 48
 SIZES = [(90, 40), (33, 70), (64, 64), (120, 61), (50, 50), (47, 31), (200, 100), (31, 90), (55, 44)]

@@ -19,8 +19,14 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.engine.classification import Classification
-from horovod_volo.labelling.generate import centred, generate_labels
-from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, load_teacher
+from horovod_volo.labelling.generate import (
+    Teacher,
+    TeacherChoice,
+    TeacherImages,
+    centred,
+    generate_labels,
+    load_teacher,
+)
 from horovod_volo.models.build import build_model
 from horovod_volo.objective.label_map import map_targets
 from horovod_volo.token_labels.source import map_warnings

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.labelling.teacher import TeacherChoice, load_teacher, token_logits
+from horovod_volo.labelling.generate import TeacherChoice, load_teacher, token_logits
 from horovod_volo.models.build import build_model
 from horovod_volo.models.timm_api import create_model
 
