@@ -81,8 +81,8 @@ class BoxTrainLoader(DenseBatches):
         return boxes, classes
 
     def _transform(self, pending: PendingDenseBatch, decoded: Any) -> Tensor:
-        maps = np.stack([plan.color_map for plan in pending.plans]).astype(np.float32)  # (batch, 3, 4)
-        maps = copy_async(maps, self._device)
+        colors = np.stack([plan.color_map for plan in pending.plans]).astype(np.float32)
+        maps = copy_async(colors, self._device)  # (batch, 3, 4)
         # Normalising is one more affine map: both are one product, clipped to what 0 and 255 become.
         mean, std = self._mean.flatten(1), self._std.flatten(1)  # (3, 1)
         matrix, added = maps[:, :, :3] / std, (maps[:, :, 3:] - mean) / std

@@ -43,7 +43,8 @@ class DetectionLearner(DenseLearner):
 
     def loss(self, outputs: tuple[Tensor, Tensor], batch: DenseBatch) -> DetectionLoss:
         """Return the losses of the boxes and of their classes."""
-        return detection_loss(*outputs, encode(*batch.targets, self._anchors))
+        boxes, classes = batch.targets
+        return detection_loss(*outputs, encode(boxes, classes, self._anchors))
 
 
 class DetectionTask(DenseTask):

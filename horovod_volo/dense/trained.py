@@ -47,7 +47,8 @@ from horovod_volo.monitor.pictures import class_colors
 
 def dense_task(name: str) -> DenseTask:
     """Return the task of a name, one of the two."""
-    task: Any = TASKS.find(name)
+    task = TASKS.find(name)
+    assert isinstance(task, DenseTask)
     return task
 
 

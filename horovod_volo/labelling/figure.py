@@ -78,12 +78,12 @@ def draw_labels(
     colors = palette_colors(ids)
     tint = np.array([[colors[int(kind)] for kind in row] for row in ids], dtype=np.uint8)
 
-    (covered,) = geometry.covered(np.array([[image.height, image.width]]))  # top, left, height, width
-    covered *= np.tile([image.height, image.width], 2)
-    left, top, right, bottom = *covered[1::-1], *(covered[:2] + covered[2:])[::-1]
-    part = image.convert("RGB").crop(tuple(map(round, (left, top, right, bottom))))  # beyond it black
-    cell = covered[2:] / ids.shape  # height and width
-    scale = max(LONG_SIDE / covered[2:].max(), MIN_CELL / cell.min())
+    (covered,) = geometry.covered(np.array([[image.height, image.width]]))
+    top, left, tall, wide = (covered * np.tile([image.height, image.width], 2)).tolist()  # in pixels
+    box = (round(left), round(top), round(left + wide), round(top + tall))
+    part = image.convert("RGB").crop(box)  # black beyond the image
+    cell = np.array([tall, wide]) / ids.shape
+    scale = max(LONG_SIDE / max(tall, wide), MIN_CELL / cell.min())
     height, width = (np.maximum(1, (cell * scale).round()) * ids.shape).astype(int).tolist()
     faded = ImageEnhance.Color(part).enhance(_SATURATION).resize((width, height), Image.Resampling.BICUBIC)
     cells = (Image.fromarray(each) for each in (tint, (255 * MAX_TINT * highest).round().astype(np.uint8)))
