@@ -37,7 +37,7 @@ WORST_CLASSES = 20
 _FLAGS_OF_TASKS = {
     **dict.fromkeys(("model", "img_size", "aux_head", "mean", "std"), ("classification",)),
     **dict.fromkeys(("crop_pct", "crops", "real", "v2", "cache_dir"), ("classification",)),
-    **dict.fromkeys(("test_mode", "scales", "flip"), ("segmentation",)),
+    **dict.fromkeys(("scales", "flip"), ("segmentation",)),
     "predictions": ("segmentation", "detection"),
     "image_decoder": ("classification", "detection"),
 }
@@ -145,8 +145,6 @@ def build_parser() -> Parser:
 
 def _add_scene_flags(parser: Parser) -> None:
     scenes = parser.add_argument_group("segmentation and detection")
-    modes, help = Literal["run", "whole", "slide"], "whole images, or windows of the size in training; "
-    add_flags(scenes, Setting(name="test_mode", kind=modes, default="run", help=f"{help}run: as the run did"))
     add = scenes.add_argument
     factors = "factors of the run's --scene-size, whose probabilities are averaged (default: 1)"
     add("--scales", type=float, nargs="+", default=[1.0], metavar="X", help=factors)

@@ -2,11 +2,11 @@
 
     tools/labels import /path/to/published /path/to/store --data /path/to/imagenet
     horovodrun -np 8 tools/labels generate /path/to/imagenet /path/to/store --teacher dm_nfnet_f6 ...
-    tools/labels verify /path/to/store --data /path/to/imagenet --teacher dm_nfnet_f6 --teacher-pretrained
+    tools/labels verify /path/to/store --data /path/to/imagenet
     tools/labels show /path/to/store /path/to/imagenet n01440764/n01440764_10026 picture.png
 
-Exit status: 0 done; 1 maps are damaged, missing, cover another part of their images than is recorded or
-disagree with their teacher, or another failure; 2 a mistake on the command line, explained in one message.
+Exit status: 0 done; 1 maps are damaged or missing, or another failure; 2 a mistake on the command line,
+explained in one message.
 """
 
 from __future__ import annotations
@@ -29,13 +29,9 @@ from horovod_volo.monitor.progress import ThroughputLine
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.data.images.catalog import Catalog
-    from horovod_volo.labelling.teacher import TeacherChoice
-    from horovod_volo.token_labels.geometry import MapGeometry
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 IMAGES = setting_of_training("data_dir", help="folder of the training images")
-MAP_GEOMETRY = "part of its image that a map covers: whole, or centre-crop:RESIZE:SIZE; empty: "
-TEACHER = "a timm model, a model of this package, or a run folder"
 
 # Each command imports its modules itself, so that --help answers at once.
 
@@ -60,17 +56,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     from horovod_volo.labelling.import_maps import import_labels
+    from horovod_volo.token_labels.geometry import MapGeometry
 
     maps, problems = import_labels(
         args.published,
         args.store,
         _catalog(args.data),
-        classes=args.classes,
         workers=args.workers or len(os.sched_getaffinity(0)),
         fail_on_bad_samples=args.bad_samples == "fail",
         progress=ThroughputLine("maps"),
         warn=lambda message: print_error(f"warning: {message}"),
-        geometry=_geometry(args.map_geometry),
+        geometry=MapGeometry.parse(args.map_geometry) if args.map_geometry else None,
     )
     list_problems(problems)
     if problems and args.bad_samples == "fail":
@@ -85,13 +81,16 @@ def _import(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace, world: World) -> int:
     from horovod_volo.data.image_decoder import decoder_messages
-    from horovod_volo.labelling.generate import generate_labels
+    from horovod_volo.labelling.generate import TeacherChoice, generate_labels
     from horovod_volo.plugins import load_plugins
 
     world.run_on_all_ranks(partial(load_plugins, args.plugin))
     unit = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
     line = ThroughputLine(unit, shown=world.is_rank_zero)
-    images, problems = generate_labels(args.data_dir, args.store, _teacher(args), args.top, world, line)
+    teacher = TeacherChoice(
+        args.teacher, args.teacher_weights, args.teacher_pretrained, args.img_size, args.batch_size
+    )
+    images, problems = generate_labels(args.data_dir, args.store, teacher, args.top, world, line)
     if world.is_rank_zero:
         list_problems([*decoder_messages(), *problems])
         print(f"{args.store}: {images - len(problems)} maps, {len(problems)} left out")
@@ -99,63 +98,27 @@ def _generate(args: argparse.Namespace, world: World) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from horovod_volo.data.image_decoder import decoder_messages
-    from horovod_volo.labelling.verify import check_store, compare_geometries
-    from horovod_volo.plugins import load_plugins
-    from horovod_volo.token_labels.store import is_store
+    from horovod_volo.labelling.verify import check_store
 
-    if args.teacher and not args.data:
-        raise UserError("--teacher needs images to label: give --data DATA_DIR as well.")
-    catalog = _catalog(args.data)
-    if is_store(args.store) or not args.teacher:  # a folder of published maps has nothing else to verify
-        report = check_store(args.store, catalog, ThroughputLine("maps"))
-        _print_rows(report.rows(compared=catalog is not None))
-        list_problems(report.damage)
-        if report.damage:
-            return FAILED
-    if catalog is None or not args.teacher:
-        return DONE
-    load_plugins(args.plugin)
-    geometry, line = _geometry(args.map_geometry), ThroughputLine("images")
-    result = compare_geometries(args.store, geometry, catalog, _teacher(args), args.images, line)
-    _print_rows([*result.rows(), *(("decoder", message) for message in decoder_messages())])
-    if result.problem:
-        print_error(f"error: {result.problem}")
-        return FAILED
-    return DONE
+    catalog = _catalog(args.data) if args.data else None
+    report = check_store(args.store, catalog, ThroughputLine("maps"))
+    for name, value in report.rows(compared=catalog is not None):
+        print(escape_controls(f"{name:<23}{value}"))
+    list_problems(report.damage)
+    return FAILED if report.damage else DONE
 
 
 def _show(args: argparse.Namespace) -> int:
-    from horovod_volo.data.images.catalog import build_catalog
     from horovod_volo.labelling.figure import draw_sample
 
-    draw_sample(args.store, build_catalog(args.data_dir, "train", None), args.image, args.picture)
+    draw_sample(args.store, _catalog(args.data_dir), args.image, args.picture)
     return DONE
 
 
-def _catalog(data_dir: str) -> Catalog | None:
+def _catalog(data_dir: str) -> Catalog:
     from horovod_volo.data.images.catalog import build_catalog
 
-    return build_catalog(data_dir, "train", None) if data_dir else None
-
-
-def _teacher(args: argparse.Namespace) -> TeacherChoice:
-    from horovod_volo.labelling.teacher import TeacherChoice
-
-    return TeacherChoice(
-        args.teacher, args.teacher_weights, args.teacher_pretrained, args.img_size, args.batch_size
-    )
-
-
-def _geometry(text: str) -> MapGeometry | None:
-    from horovod_volo.token_labels.geometry import MapGeometry
-
-    return MapGeometry.parse(text) if text else None
-
-
-def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
-    for name, value in rows:
-        print(escape_controls(f"{name:<23}{value}"))
+    return build_catalog(data_dir, "train", None)
 
 
 def build_parser() -> Parser:
@@ -173,9 +136,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("published", type=Path, metavar="PT_FOLDER", help="folder with CLASS/IMAGE.pt")
     add("store", type=Path, metavar="STORE", help="folder to create")
-    add("--data", default="", metavar="DATA_DIR", help="pack only the maps of its images (default: all)")
-    classes = "number of classes; 0: as many as class folders (default: %(default)s)"
-    add("--classes", type=whole_number(0), default=0, metavar="N", help=classes)
+    add("--data", required=True, metavar="DATA_DIR", help="folder of the training images; required")
     add_flags(
         parser,
         setting_of_training("workers", help="processes; 0: one per core"),
@@ -186,7 +147,8 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         ),
         setting_of_training(
             "map_geometry",
-            help=f"{MAP_GEOMETRY}as map_geometry.txt in PT_FOLDER says, else assumed, with a note",
+            help="part of its image that a map covers: whole, or centre-crop:RESIZE:SIZE; empty: as "
+            "map_geometry.txt in PT_FOLDER says, else assumed, with a note",
         ),
     )
 
@@ -195,35 +157,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, IMAGES)
     add = parser.add_argument
     add("store", type=Path, metavar="STORE", help="folder to create, shared by all hosts")
-    _add_teacher(parser, f"{TEACHER}; required", required=True)
-    add("--top", type=whole_number(1), default=5, metavar="N", help="classes per cell (default: %(default)s)")
-    add_flags(parser, setting_of_training("binding"))
-
-
-def _add_verify(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("store", type=Path, metavar="STORE", help="store; with --teacher also a folder with CLASS/IMAGE.pt")
-    data = "compare with its training images (default: verify the store alone)"
-    add("--data", default="", metavar="DATA_DIR", help=data)
-    _add_teacher(parser, f"compare with it the maps, and which part of its image each covers: {TEACHER}")
-    images = "images for --teacher to label, spread over DATA_DIR (default: %(default)s)"
-    add("--images", type=whole_number(2, because=": one has no spread"), default=64, metavar="N", help=images)
-    add_flags(parser, setting_of_training("map_geometry", help=f"with --teacher: {MAP_GEOMETRY}as recorded"))
-
-
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", metavar="STORE", help="store, or folder with CLASS/IMAGE.pt")
-    add_flags(parser, IMAGES)
-    parser.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or the image's index")
-    parser.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
-
-
-def _add_teacher(parser: argparse.ArgumentParser, help: str, *, required: bool = False) -> None:
-    add = parser.add_argument
-    add("--teacher", required=required, default="", metavar="NAME", help=help)
+    teacher = "a timm model, a model of this package, or a run folder; required"
+    add("--teacher", required=True, metavar="NAME", help=teacher)
     add("--teacher-weights", default="", metavar="FILE", help="file of the teacher's weights")
     pretrained = "load timm's weights, from its cache or the network"
     add("--teacher-pretrained", action="store_true", help=pretrained)
+    add("--top", type=whole_number(1), default=5, metavar="N", help="classes per cell (default: %(default)s)")
     add_flags(
         parser,
         setting_of_training("plugin"),
@@ -233,7 +172,21 @@ def _add_teacher(parser: argparse.ArgumentParser, help: str, *, required: bool =
             help="side of the images that the teacher sees, pixels; 0: the teacher's own",
         ),
         setting_of_training("batch_size", help="images per rank and forward pass"),
+        setting_of_training("binding"),
     )
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", type=Path, metavar="STORE", help="label store")
+    data = "compare with its training images (default: verify the store alone)"
+    parser.add_argument("--data", default="", metavar="DATA_DIR", help=data)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", metavar="STORE", help="store, or folder with CLASS/IMAGE.pt")
+    add_flags(parser, IMAGES)
+    parser.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or the image's index")
+    parser.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def measure_labels(
             torch.save(torch.from_numpy(np.stack([logits, ids])), path)
         catalog = catalog_without_files(maps, CLASSES)
         import_labels(
-            published, packed, catalog, classes=CLASSES, workers=1, fail_on_bad_samples=True,
+            published, packed, catalog, workers=1, fail_on_bad_samples=True,
             progress=lambda *_: None, warn=lambda _: None,
         )  # fmt: skip
         store = LabelStore(packed, catalog, cache=None)

@@ -27,6 +27,17 @@ _REMOVED = {
     ("objective", "class_weights"): "",
     ("update", "cycle_up"): 0.45,
     ("update", "cycle_start"): 0.04,
+    ("segmentation", "neck"): "lvvit",
+    ("segmentation", "auxiliary_weight"): 0.4,
+    ("segmentation", "mask_resize"): "centre",
+    ("detection", "keep_empty"): False,
+    ("detection", "crop_sides"): [0.3, 1.0],
+    ("detection", "saturation_range"): [0.5, 1.5],
+    ("detection", "contrast_range"): [0.5, 1.5],
+    ("detection", "brightness_range"): [0.875, 1.125],
+    ("detection", "min_score"): 0.05,
+    ("detection", "max_overlap"): 0.5,
+    ("detection", "most_boxes"): 200,
 }
 
 
@@ -73,9 +84,9 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             chosen[group] = _published(table, path)
             continue
         for key, value in table.items():
-            home = _MOVED.get((group, key), group)
             if (group, key) in _REMOVED and value == _REMOVED[group, key]:
                 continue
+            home = _MOVED.get((group, key), group)
             if (home, key) not in settings:
                 raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")
             if home != group:

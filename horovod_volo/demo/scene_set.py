@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 from math import pi
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,24 +33,14 @@ _AREAS = (0.05, 0.16)  # of an object, as a fraction of the squared shorter side
 _LEAST_VISIBLE = 12  # pixels; an object of which less is visible has no box
 
 
-class VisibleObject(NamedTuple):
-    """What is visible of an object."""
-
-    target: int
-    box: tuple[int, int, int, int]  # left, top, width, height in pixels
-    area: int  # pixels
+Objects = list[dict[str, Any]]  # what is visible of them, as annotations of COCO without numbers
 
 
-class DemoScene(NamedTuple):
-    """An image, the class of each of its pixels, and the boxes of its objects."""
+def draw_scene(random: np.random.Generator, *, side: int) -> tuple[Image.Image, Image.Image, Objects]:
+    """Draw some objects in a scene with sides of 0.75 to 1.5 `side`; later ones cover earlier ones.
 
-    image: Image.Image
-    mask: Image.Image
-    objects: list[VisibleObject]
-
-
-def draw_scene(random: np.random.Generator, *, side: int) -> DemoScene:
-    """Draw some objects in a scene with sides of 0.75 to 1.5 `side`; later ones cover earlier ones."""
+    Returns an image, the class of each of its pixels, and its objects.
+    """
     width, height = random.integers(3 * side // 4, 3 * side // 2 + 1, 2).tolist()
     brightness = random.uniform(0.15, 0.85)
     canvas = scenery(random, width, height, brightness)
@@ -70,11 +60,8 @@ def draw_scene(random: np.random.Generator, *, side: int) -> DemoScene:
         mask.paste(target, (0, 0), covered)
         owners.paste(len(targets), (0, 0), covered)
         targets.append(target)
-    return DemoScene(
-        add_lighting_and_grain(canvas.reduce(OVERSAMPLING), random),
-        Image.fromarray(_at_centres(mask)),
-        _visible(_at_centres(owners), targets),
-    )
+    image = add_lighting_and_grain(canvas.reduce(OVERSAMPLING), random)
+    return image, Image.fromarray(_at_centres(mask)), _visible(_at_centres(owners), targets)
 
 
 def _at_centres(canvas: Image.Image) -> NDArray[np.uint8]:
@@ -83,7 +70,7 @@ def _at_centres(canvas: Image.Image) -> NDArray[np.uint8]:
     return np.ascontiguousarray(np.asarray(canvas)[half::OVERSAMPLING, half::OVERSAMPLING])
 
 
-def _visible(owners: NDArray[np.uint8], targets: Sequence[int]) -> list[VisibleObject]:
+def _visible(owners: NDArray[np.uint8], targets: Sequence[int]) -> Objects:
     """Return the objects that own enough pixels; `targets` are the classes by number, from 1."""
     found = []
     for number in range(1, len(targets)):
@@ -91,7 +78,7 @@ def _visible(owners: NDArray[np.uint8], targets: Sequence[int]) -> list[VisibleO
         if len(rows) >= _LEAST_VISIBLE:
             left, top = int(columns.min()), int(rows.min())
             box = (left, top, int(columns.max()) + 1 - left, int(rows.max()) + 1 - top)
-            found.append(VisibleObject(targets[number], box, len(rows)))
+            found.append({"category_id": targets[number], "bbox": box, "area": len(rows), "iscrowd": 0})
     return found
 
 
@@ -109,24 +96,23 @@ def make_scene_set(
             sizes, objects = [], []
             for number in range(count):
                 random = np.random.default_rng((seed, SPLIT_STREAMS[split], number))
-                scene = draw_scene(random, side=side)
-                scene.image.save(partial / "images" / split / f"{number:05}.jpg", quality=90)
-                scene.mask.save(partial / "masks" / split / f"{number:05}.png")
-                sizes.append(scene.image.size)
-                objects.append(scene.objects)
+                image, mask, found = draw_scene(random, side=side)
+                image.save(partial / "images" / split / f"{number:05}.jpg", quality=90)
+                mask.save(partial / "masks" / split / f"{number:05}.png")
+                sizes.append(image.size)
+                objects.append(found)
             (partial / "boxes" / f"{split}.json").write_text(json.dumps(_in_cocos_form(sizes, objects)))
         (partial / "classes.txt").write_text("\n".join(SCENE_CLASSES) + "\n")
 
 
-def _in_cocos_form(sizes: list[tuple[int, int]], objects: list[list[VisibleObject]]) -> dict[str, Any]:
+def _in_cocos_form(sizes: list[tuple[int, int]], objects: list[Objects]) -> dict[str, Any]:
     images = [
         {"id": number, "file_name": f"{number:05}.jpg", "width": width, "height": height}
         for number, (width, height) in enumerate(sizes)
     ]
     pairs = [(image, each) for image, found in enumerate(objects) for each in found]
     annotations = [
-        {"id": number, "image_id": image, "category_id": target, "bbox": box, "area": area, "iscrowd": 0}
-        for number, (image, (target, box, area)) in enumerate(pairs, start=1)
+        {"id": number, "image_id": image, **each} for number, (image, each) in enumerate(pairs, start=1)
     ]
     categories = [{"id": number, "name": name} for number, name in enumerate(SCENE_CLASSES) if number]
     return {"images": images, "annotations": annotations, "categories": categories}

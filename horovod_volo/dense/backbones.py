@@ -1,8 +1,8 @@
-"""Backbones: networks of classification without their heads, which return maps of several strides.
+"""Backbones: VOLO and LV-ViT without their heads, which return maps of several strides.
 
 VOLO gives the outlookers' map (stride 8) and those of the three transformer stages (16); LV-ViT four of its
-blocks (16); timm's networks their stages, its ViTs four blocks (16). Parameter names are those of the
-classification networks. Sides must be multiples of 16; position embeddings are resized to the images' grid.
+blocks (16). Parameter names are those of the classification networks. Sides must be multiples of 16; position
+embeddings are resized to the images' grid.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from horovod_volo.config.schema import Model
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.blocks import sample_drop_path
-from horovod_volo.models.build import build_model, our_name, seed_torch
+from horovod_volo.models.build import build_model, our_name
 from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.timm_api import create_model, get_pretrained_cfg
 from horovod_volo.models.volo import Volo, fit_position_embedding, resize_position_embedding, run_blocks
 
 _STRIDE = 16
@@ -83,65 +82,12 @@ class LvVitBackbone(LvVit):
         return maps
 
 
-class TimmBackbone(nn.Module):
-    """A network of timm: maps of strides 4, 8, 16 and 32, or of a ViT four maps of stride 16."""
-
-    def __init__(self, name: str, drop_path: float) -> None:
-        super().__init__()
-        published = get_pretrained_cfg(name)
-        settings: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
-        if published is not None and published.fixed_input_size:
-            settings["dynamic_img_size"] = True
-        self.body = _features(name, (-4, -3, -2, -1), settings)
-        if set(self.body.feature_info.reduction()) == {_STRIDE}:  # a ViT: a block of each quarter
-            blocks = len(self.body.feature_info.info)
-            self.body = _features(name, tuple(blocks * part // 4 - 1 for part in (1, 2, 3, 4)), settings)
-        self.channels = tuple(self.body.feature_info.channels())
-        self.strides = tuple(self.body.feature_info.reduction())
-        if self.strides not in ((4, 8, 16, 32), (_STRIDE,) * 4):
-            raise UserError(f"{name} has maps of strides {self.strides}. Use another --model.")
-        self._channels_last = "NHWC" in str(getattr(self.body, "output_fmt", ""))
-
-    def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:
-        """Return the maps; timm's drop path draws from torch's generator, which takes 63 bits."""
-        if drop_path_seed is not None:
-            seed_torch(images.device, drop_path_seed >> 1)
-        maps: list[Tensor] = self.body(images)
-        return [each.permute(0, 3, 1, 2) if self._channels_last else each for each in maps]
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the parameters without weight decay."""
-        wrapped = getattr(self.body, "model", None)
-        exempt = getattr(wrapped, "no_weight_decay", set)
-        return {f"body.model.{name}" for name in exempt()}
-
-    def own_name(self, name: str, own: Mapping[str, Tensor]) -> str:
-        """Return our name of a parameter of classification; empty: it has no part in the maps."""
-        # timm flattens the names of stages, and wraps ViTs.
-        candidates = (f"body.{each}" for each in (name, name.replace(".", "_", 1), f"model.{name}"))
-        return next((candidate for candidate in candidates if candidate in own), "")
-
-
-def _features(name: str, out_indices: tuple[int, ...], settings: dict[str, Any]) -> Any:
-    try:
-        return create_model(name, features_only=True, out_indices=out_indices, **settings)
-    except TypeError as error:
-        if "dynamic_img_size" in str(error):
-            raise UserError(f"{name} takes images of one size. Use another --model.") from None
-        raise UserError(f"timm gives no maps of {name}: {error}. Use another --model.") from None
-    except (RuntimeError, ValueError, AssertionError, IndexError, AttributeError) as error:
-        raise UserError(f"timm gives no four maps of {name}: {error}. Use another --model.") from None
-
-
 def build_backbone(settings: Model) -> Any:
     """Build the backbone of a model of classification, with fresh weights."""
-    name = our_name(settings.model)
     kinds: dict[type[nn.Module], type[nn.Module]] = {Volo: VoloBackbone, LvVit: LvVitBackbone}
+    name = our_name(settings.model)
     if not name.startswith(("volo", "lvvit")):
-        backbone = TimmBackbone(name, settings.drop_path)
-        if settings.grad_checkpoint:
-            backbone.body.set_grad_checkpointing(True)
-        return backbone
+        raise UserError(f"{name} gives no maps for --task segmentation. Use a --model of VOLO or LV-ViT.")
     network = build_model(
         name,
         img_size=settings.img_size,
@@ -163,22 +109,13 @@ def embedding_for(embedding: Tensor, grid: tuple[int, int], old: tuple[int, int]
     return embedding if own == grid else resize_position_embedding(embedding, own, grid)
 
 
-def fit_backbone(
-    backbone: nn.Module, given: Mapping[str, Tensor], *, whole: bool = True
-) -> tuple[dict[str, Tensor], list[str]]:
-    """Return weights for a backbone, without what classification alone has, and messages.
-
-    `given` are those of a network of classification, or not `whole`, those of such a backbone.
-    """
-    unused = tuple(f"{name}{end}" for name in getattr(backbone, "unused", ()) for end in (".", ""))
-    kept = {name: tensor for name, tensor in given.items() if not name.startswith(unused or "\0")}
+def fit_backbone(backbone: Any, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return weights for a backbone, without what classification alone has, and messages."""
+    unused = tuple(f"{name}{end}" for name in backbone.unused for end in (".", ""))
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(unused)}
     messages: list[str] = []
     if hasattr(backbone, "pos_embed"):
         kept, messages = fit_position_embedding(backbone, kept)
-    elif whole and isinstance(backbone, TimmBackbone):
-        own = backbone.state_dict()
-        named = {backbone.own_name(name, own): tensor for name, tensor in kept.items()}
-        kept = {name: tensor for name, tensor in named.items() if name}
-    if len(kept) < len(given):
-        messages.append(f"{len(given) - len(kept)} tensors of classification alone are left out")
+    if len(kept) < len(weights):
+        messages.append(f"{len(weights) - len(kept)} tensors of classification alone are left out")
     return kept, messages

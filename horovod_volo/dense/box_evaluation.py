@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.loader import EvalBatches
@@ -32,18 +31,31 @@ from horovod_volo.dense.anchors import (
 )
 from horovod_volo.dense.average_precision import NO_TRUTH, BoxPredictions, BoxTruths, measure_boxes, take
 from horovod_volo.dense.box_list import BoxList
+from horovod_volo.dense.dense_batches import RankContext
 from horovod_volo.dense.pictures import EvaluationPictures
-from horovod_volo.dense.task import Evaluation, Measured, RankContext
+from horovod_volo.dense.task import Evaluation, Measured
 from horovod_volo.engine.task import Beat, Metrics
+
+# As in SSD's reference: the score above which a box is found, the IoU with a better one of its class above
+# which it is dropped, and how many are found in an image, at most.
+_LEAST_SCORE, _MAX_OVERLAP, MOST_BOXES = 0.05, 0.5, 200
+
+_NONE = BoxPredictions(
+    np.zeros(0, np.int64), np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, np.float32)
+)
 
 
 class BoxEvaluation(Evaluation):
     """Finds boxes in the images of a list, scaled to squares."""
 
     def __init__(
-        self, images: BoxList, data: Data, settings: Detection, side: int, context: RankContext
+        self,
+        images: BoxList,
+        data: Data,
+        side: int,
+        context: RankContext,
     ) -> None:
-        self._context, self._images, self._settings = context, images, settings
+        self._context, self._images = context, images
         self._anchors = build_anchors(anchor_rule(side), context.device)
         self._loader = EvalBatches(
             images,
@@ -60,14 +72,7 @@ class BoxEvaluation(Evaluation):
         )
         self.bad_samples, self.folder = self._loader.bad_samples, images.files.images
 
-    def measure(
-        self,
-        network: nn.Module,
-        beat: Beat,
-        *,
-        pictures: EvaluationPictures | None = None,
-        predictions: Path | None = None,
-    ) -> Measured:
+    def measure(self, network: nn.Module, beat: Beat, pictures: EvaluationPictures | None = None) -> Measured:
         """Find boxes in the images of all ranks, and measure them. Collective: every rank calls this."""
         images, world = self._images, self._context.world
         own: list[BoxPredictions] = []
@@ -75,17 +80,15 @@ class BoxEvaluation(Evaluation):
         bad = 0
         with torch.inference_mode(), self._context.autocast:
             for pending, batch in self._loader.decoded():
-                of_batch = self._find(network, batch)
-                for index, damaged, found in zip(
-                    pending.indices.tolist(), pending.bad, of_batch, strict=True
-                ):
+                indices = pending.indices.tolist()
+                of_batch = self._find(network, batch, indices)
+                for index, damaged, found in zip(indices, pending.bad, of_batch, strict=True):
                     if damaged:
                         bad += 1
                         continue
-                    in_pixels = _of_image(found, index, images.size(index))
                     if pictures and pictures.wants(index):
-                        pictures.add_boxes(images, index, *in_pixels[1:])
-                    own.append(in_pixels)
+                        pictures.add_boxes(images, index, found)
+                    own.append(found)
                     done.append(index)
                     beat(1)
         of_ranks = world.allgather_object((_joined(own), done, bad))
@@ -98,8 +101,8 @@ class BoxEvaluation(Evaluation):
         # Images ascend with COCO's ids; those of an image stay in their order.
         found_in_all = _joined([part for part, *_ in of_ranks])
         found_in_all = take(found_in_all, np.argsort(found_in_all.images, kind="stable"))
-        if predictions:
-            path = predictions / f"detections_{images.files.split}.json"
+        if self.predictions:
+            path = self.predictions / f"detections_{images.files.split}.json"
             world.run_on_rank_zero(partial(write_detections, path, images, found_in_all))
         measure = partial(measure_boxes, truths_of(images, usable), found_in_all, len(images.classes))
         values = world.run_on_rank_zero(measure)._asdict()
@@ -111,18 +114,20 @@ class BoxEvaluation(Evaluation):
             {name: 100 * value for name, value in of_classes if value != NO_TRUTH},
         )
 
-    def _find(self, network: nn.Module, images: Tensor) -> list[BoxPredictions]:
-        """Return the boxes of each image, as fractions of it, by descending score; images are numbered 0."""
+    def _find(self, network: nn.Module, images: Tensor, indices: list[int]) -> list[BoxPredictions]:
+        """Return the boxes that are found in each image, in its pixels, by descending score."""
         # Always as many images together, so that a result does not depend on their number.
         padded = F.pad(images, (0, 0, 0, 0, 0, 0, 0, self._loader.batch_size - len(images)))
         values, logits = network(padded)
-        found = detect(values, logits, self._anchors, self._settings)
-        boxes, scores, classes = (each[: len(images)].cpu().numpy() for each in found)
-        used = scores > 0
-        return [
-            BoxPredictions(np.zeros(row.sum(), dtype=np.int64), of_image[row], kinds[row] - 1, of_scores[row])
-            for of_image, of_scores, kinds, row in zip(boxes, scores, classes, used, strict=True)
-        ]
+        found = detect(values, logits, self._anchors)
+        parts = (each[: len(images)].cpu().numpy() for each in found)
+        of_images = []
+        for index, boxes, scores, classes in zip(indices, *parts, strict=True):
+            used, (height, width) = scores > 0, self._images.size(index)
+            pixels = boxes[used].clip(0, 1) * np.array([width, height] * 2, dtype=np.float32)
+            numbers = np.full(len(pixels), index, dtype=np.int64)
+            of_images.append(BoxPredictions(numbers, pixels, classes[used] - 1, scores[used]))
+        return of_images
 
     def rows(self, metrics: Metrics) -> list[tuple[str, str]]:
         """Return metrics in words."""
@@ -137,37 +142,26 @@ class BoxEvaluation(Evaluation):
 
 def truths_of(images: BoxList, usable: NDArray[np.int64]) -> BoxTruths:
     """Return the true boxes of these images, crowds included."""
-    arrays, usable = images.annotations.arrays, np.sort(usable)
+    truths, usable = images.annotations, np.sort(usable)
     rows = [images.rows(index) for index in usable.tolist()]
     numbers = np.concatenate([np.arange(row.start, row.stop) for row in rows])
     counts = [row.stop - row.start for row in rows]
     return BoxTruths(
         np.repeat(usable, counts),
-        arrays.boxes[numbers],
-        arrays.classes[numbers],
-        arrays.crowd[numbers],
-        arrays.areas[numbers],
+        truths.boxes[numbers],
+        truths.classes[numbers],
+        truths.crowd[numbers],
+        truths.areas[numbers],
     )
 
 
-def _of_image(found: BoxPredictions, index: int, size: tuple[int, int]) -> BoxPredictions:
-    """Return boxes in the pixels of an image of this height and width."""
-    height, width = size
-    pixels = found.boxes.clip(0, 1) * np.array([width, height] * 2, dtype=np.float32)
-    return found._replace(images=np.full_like(found.images, index), boxes=pixels)
-
-
 def _joined(parts: list[BoxPredictions]) -> BoxPredictions:
-    if not parts:
-        empty: dict[str, Any] = {"images": np.int64, "classes": np.int64, "scores": np.float32}
-        columns = {name: np.zeros(0, dtype=dtype) for name, dtype in empty.items()}
-        return BoxPredictions(boxes=np.zeros((0, 4), dtype=np.float32), **columns)
-    return BoxPredictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return BoxPredictions(*(np.concatenate(column) for column in zip(_NONE, *parts, strict=True)))
 
 
 def write_detections(path: Path, images: BoxList, found: BoxPredictions) -> None:
     """Write boxes in the form of COCO's results."""
-    ids, categories = images.annotations.arrays.image_ids[images.numbers], images.annotations.category_ids
+    ids, categories = images.annotations.image_ids[images.numbers], images.annotations.category_ids
     sides = found.boxes.astype(float)
     sides[:, 2:] -= sides[:, :2]
     columns = (ids[found.images].tolist(), found.classes.tolist(), sides.tolist(), found.scores.tolist())
@@ -188,21 +182,20 @@ class Detections(NamedTuple):
 
 
 @torch.no_grad()
-def detect(values: Tensor, logits: Tensor, anchors: Anchors, settings: Detection) -> Detections:
+def detect(values: Tensor, logits: Tensor, anchors: Anchors, most: int = MOST_BOXES) -> Detections:
     """Return the detections that a network's outputs (batch, anchors, 4 and classes + 1) mean.
 
-    Of each class the --most-boxes best boxes above --min-score go through non-maximum suppression; of what is
-    left, the --most-boxes best of an image are kept. Synchronizes with the device.
+    Of each class the `most` best boxes go through non-maximum suppression; of what is left, the `most` best
+    of an image are kept. Synchronizes with the device.
     """
-    most = settings.most_boxes
     boxes = decode(values, anchors)
     scores = logits.float().softmax(dim=2)[..., 1:].transpose(1, 2)  # (batch, classes, anchors)
     num_classes, candidates = scores.shape[1], min(most, scores.shape[2])
-    scores = scores.where(scores > settings.min_score, 0.0)
+    scores = scores.where(scores > _LEAST_SCORE, 0.0)
     scores, numbers = scores.topk(candidates, dim=2)  # (batch, classes, candidates)
     of_candidate = boxes.unsqueeze(1).expand(-1, num_classes, -1, -1)
     of_candidate = of_candidate.gather(2, numbers.unsqueeze(3).expand(-1, -1, -1, 4))
-    kept = _kept(of_candidate.flatten(0, 1), scores.flatten(0, 1) > 0, settings.max_overlap).view_as(scores)
+    kept = _kept(of_candidate.flatten(0, 1), scores.flatten(0, 1) > 0).view_as(scores)
     scores = scores.where(kept, 0.0).flatten(1)
     scores, numbers = scores.topk(min(most, scores.shape[1]), dim=1)  # (batch, most)
     used = scores > 0
@@ -214,12 +207,12 @@ def detect(values: Tensor, logits: Tensor, anchors: Anchors, settings: Detection
     )
 
 
-def _kept(boxes: Tensor, present: Tensor, max_overlap: float) -> Tensor:
+def _kept(boxes: Tensor, present: Tensor) -> Tensor:
     """Return which boxes (rows, candidates, 4) of each row stay; rows without a present box cost nothing."""
     kept = torch.zeros_like(present)
     rows = present.any(dim=1).nonzero().squeeze(1)
     for block in torch.split(rows, rows_together(boxes.shape[1] ** 2, boxes.device)):
-        kept[block] = suppress_overlaps(boxes[block], present[block], max_overlap)
+        kept[block] = suppress_overlaps(boxes[block], present[block], _MAX_OVERLAP)
     return kept
 
 

@@ -2,14 +2,20 @@
 
 annotations/instances_{train,val}2017.json    {train,val}2017/NAME.jpg, or in images/
 boxes/{train,val}.json                        images/{train,val}/NAME.jpg
+
+COCO's JSON takes gigabytes to read: rank 0 reads it into arrays, for all ranks.
+
+Invariant: images ascend with their ids; the boxes of an image are in the order of the file. Classes count
+from 0, in the order of the categories' ids, which may have gaps.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +25,34 @@ from numpy.typing import NDArray
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.reading import read_image
-from horovod_volo.dense.annotations import Annotations, BoxArrays, map_annotations, read_annotations
 
 _THINNEST = 0.1  # pixels; thinner boxes are not learned
+_MOST_CLASSES = 2**15 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Annotations:
+    """The annotations of a split."""
+
+    names: NDArray[np.uint8]  # of the images, one after the other
+    name_ends: NDArray[np.int64]  # (images,)
+    image_ids: NDArray[np.int64]  # (images,)
+    sizes: NDArray[np.int32]  # (images, 2) height, width
+    box_ends: NDArray[np.int64]  # (images,)
+    boxes: NDArray[np.float64]  # (boxes, 4) left, top, right, bottom in pixels, as annotated
+    classes: NDArray[np.int16]  # (boxes,)
+    crowd: NDArray[np.bool_]  # (boxes,) one box around many objects
+    areas: NDArray[np.float64]  # (boxes,) square pixels; in COCO those of the objects' outlines
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]  # of the classes, as results name them
+
+    def digest(self) -> str:
+        """Return a checksum of all arrays."""
+        checksum = hashlib.sha256()
+        for value in (getattr(self, field.name) for field in fields(self)):
+            if isinstance(value, np.ndarray):
+                checksum.update(np.ascontiguousarray(value).tobytes())
+        return checksum.hexdigest()
 
 
 class ImageBoxes(NamedTuple):
@@ -53,12 +84,12 @@ class BoxList:
     @property
     def classes(self) -> Sequence[str]:
         """Return the names of the classes."""
-        return self.annotations.classes
+        return self.annotations.class_names
 
     @property
     def digest(self) -> str:
         """Return a checksum of the annotations and of the choice of images."""
-        listed = self.annotations.digest.encode() + np.ascontiguousarray(self.numbers).tobytes()
+        listed = self.annotations.digest().encode() + np.ascontiguousarray(self.numbers).tobytes()
         return hashlib.sha256(listed).hexdigest()
 
     def close(self) -> None:
@@ -66,9 +97,9 @@ class BoxList:
 
     def name(self, index: int) -> str:
         """Return the name of an image's file."""
-        number, arrays = int(self.numbers[index]), self.annotations.arrays
-        begin = int(arrays.name_ends[number - 1]) if number else 0
-        return os.fsdecode(arrays.names[begin : int(arrays.name_ends[number])].tobytes())
+        number, annotations = int(self.numbers[index]), self.annotations
+        begin = int(annotations.name_ends[number - 1]) if number else 0
+        return os.fsdecode(annotations.names[begin : int(annotations.name_ends[number])].tobytes())
 
     def location(self, index: int) -> str:
         """Return where an image is, for messages."""
@@ -83,36 +114,36 @@ class BoxList:
 
     def size(self, index: int) -> tuple[int, int]:
         """Return the annotated height and width of an image."""
-        height, width = self.annotations.arrays.sizes[self.numbers[index]].tolist()
+        height, width = self.annotations.sizes[self.numbers[index]].tolist()
         return height, width
 
     def rows(self, index: int) -> slice:
         """Return which rows of the annotations are the boxes of an image."""
-        number, ends = int(self.numbers[index]), self.annotations.arrays.box_ends
+        number, ends = int(self.numbers[index]), self.annotations.box_ends
         return slice(int(ends[number - 1]) if number else 0, int(ends[number]))
 
     def boxes_to_learn(self, index: int) -> ImageBoxes:
         """Return an image's boxes, cut to the image, without those of crowds and without slivers."""
         rows, (height, width) = self.rows(index), self.size(index)
-        boxes, used = _inside(self.annotations.arrays, rows, np.array([width, height]))
-        return ImageBoxes(boxes[used], self.annotations.arrays.classes[rows][used])
+        boxes, used = _inside(self.annotations, rows, np.array([width, height]))
+        return ImageBoxes(boxes[used], self.annotations.classes[rows][used])
 
     def without_empty(self) -> BoxList:
         """Return the images with boxes to learn."""
-        arrays = self.annotations.arrays
-        limits = np.repeat(arrays.sizes[:, ::-1], np.diff(arrays.box_ends, prepend=0), axis=0)
-        _, used = _inside(arrays, slice(None), limits)
-        before = np.concatenate([[0], np.cumsum(used)])[np.concatenate([[0], arrays.box_ends])]
+        sizes, ends = self.annotations.sizes, self.annotations.box_ends
+        limits = np.repeat(sizes[:, ::-1], np.diff(ends, prepend=0), axis=0)
+        _, used = _inside(self.annotations, slice(None), limits)
+        before = np.concatenate([[0], np.cumsum(used)])[np.concatenate([[0], ends])]
         return replace(self, numbers=self.numbers[np.diff(before)[self.numbers] > 0])
 
 
 def _inside(
-    arrays: BoxArrays, rows: slice, limits: NDArray[np.integer[Any]]
+    annotations: Annotations, rows: slice, limits: NDArray[np.integer[Any]]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Return boxes cut to their images' widths and heights, and which of them are learned."""
-    boxes = arrays.boxes[rows].clip(0, np.concatenate([limits, limits], axis=-1))
+    boxes = annotations.boxes[rows].clip(0, np.concatenate([limits, limits], axis=-1))
     thick = (boxes[:, 2:] - boxes[:, :2] >= _THINNEST).all(axis=1)
-    return boxes, thick & ~arrays.crowd[rows]
+    return boxes, thick & ~annotations.crowd[rows]
 
 
 def read_sized(images: BoxList, index: int) -> tuple[NDArray[np.uint8], tuple[int, int]]:
@@ -147,10 +178,11 @@ def find_boxes(root: Path, split: Split) -> BoxFiles:
     return BoxFiles(found[0], folders[0], split)
 
 
-def list_boxes(files: BoxFiles, cache: Path | None) -> BoxList:
+def list_boxes(root: Path, split: Split) -> BoxList:
     """List a split's images; raise UserError if there are none, or if files are missing."""
-    found = read_annotations(files.annotations, cache)
-    images = BoxList(files, found, np.arange(len(found.arrays.image_ids)))
+    files = find_boxes(root, split)
+    found = read_annotations(files.annotations)
+    images = BoxList(files, found, np.arange(len(found.image_ids)))
     if not len(images):
         raise UserError(f"{files.annotations} lists no images.")
     names = [images.name(index) for index in range(len(images))]
@@ -166,7 +198,71 @@ def list_boxes(files: BoxFiles, cache: Path | None) -> BoxList:
     return images
 
 
-def open_boxes(files: BoxFiles, folder: Path) -> BoxList:
-    """Map the list that another rank has made."""
-    found = map_annotations(folder)
-    return BoxList(files, found, np.arange(len(found.arrays.image_ids)))
+def read_annotations(path: Path) -> Annotations:
+    """Read a file in COCO's form; raise UserError if it is not one."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as JSON: {error}. Copy it again.") from None
+    try:
+        images = sorted(content["images"], key=lambda image: image["id"])
+        categories = sorted(content["categories"], key=lambda category: category["id"])
+        return _annotations(path, images, categories, content["annotations"])
+    except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
+        raise UserError(
+            f"{path} is not in COCO's form ({type(error).__name__}: {error}): it needs images (id, "
+            "file_name, height, width), annotations (image_id, category_id, bbox) and categories (id, name)."
+        ) from None
+
+
+def _annotations(
+    path: Path,
+    images: list[dict[str, Any]],
+    categories: list[dict[str, Any]],
+    annotations: list[dict[str, Any]],
+) -> Annotations:
+    ids = np.array([image["id"] for image in images], dtype=np.int64)
+    category_ids = [int(category["id"]) for category in categories]
+    class_names = [str(category["name"]) for category in categories]
+    if not 0 < len(categories) <= _MOST_CLASSES or len(set(category_ids)) < len(category_ids):
+        raise UserError(
+            f"{path} names {len(categories)} categories; give 1 to {_MOST_CLASSES}, each id once."
+        )
+    if len(np.unique(ids)) < len(ids):
+        raise UserError(f"{path} lists an image twice. Give each image an id of its own.")
+    names = [os.fsencode(image["file_name"]) for image in images]
+    numbers = {category: number for number, category in enumerate(category_ids)}
+    positions = {int(image): position for position, image in enumerate(ids)}
+    count = len(annotations)
+    of_image = np.array([positions.get(each["image_id"], -1) for each in annotations], dtype=np.int64)
+    classes = np.array([numbers.get(each["category_id"], -1) for each in annotations], dtype=np.int16)
+    boxes = np.array([each["bbox"] for each in annotations], dtype=np.float64).reshape(count, 4)
+    for wrong, what in (
+        (of_image < 0, "is of an image that is not listed"),
+        (classes < 0, "is of a category that is not listed"),
+        (~np.isfinite(boxes).all(axis=1) | (boxes[:, 2:] < 0).any(axis=1), "has no finite width and height"),
+    ):
+        if wrong.any():
+            first = annotations[int(wrong.argmax())]
+            raise UserError(
+                f"{path}: {int(wrong.sum())} of {count} boxes cannot be used; the first {what}: image "
+                f"{first['image_id']}, category {first['category_id']}, bbox {first['bbox']}. Correct them."
+            )
+    areas = np.array(
+        [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in annotations], dtype=np.float64
+    )
+    crowd = np.array([bool(each.get("iscrowd", 0)) for each in annotations], dtype=np.bool_)
+    order = np.argsort(of_image, kind="stable")
+    return Annotations(
+        names=np.frombuffer(b"".join(names), dtype=np.uint8),
+        name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+        image_ids=ids,
+        sizes=np.array([(image["height"], image["width"]) for image in images], np.int32).reshape(-1, 2),
+        box_ends=np.searchsorted(of_image[order], np.arange(len(ids)), side="right").astype(np.int64),
+        boxes=np.hstack([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]])[order],
+        classes=classes[order],
+        crowd=crowd[order],
+        areas=areas[order],
+        class_names=tuple(class_names),
+        category_ids=tuple(category_ids),
+    )

@@ -3,13 +3,11 @@
 The window is SSD's: it is drawn again until all boxes overlap it by more than a limit, itself drawn, and the
 centre of one or more is inside. Its corners are whole pixels, so that one affine map takes image and boxes to
 the square that the network sees.
-
-Invariant: a batch is a pure function of (seed, epoch, step, rank, number of ranks), as for classification;
-the plan of an image is one of (seed, epoch, sample) and of its boxes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import cos, radians, sin
@@ -23,46 +21,28 @@ from torch import Tensor
 from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.batch import copy_async
 from horovod_volo.core.rng import Purpose, uniforms
-from horovod_volo.data.image_decoder import resizing_inputs
-from horovod_volo.data.prefetcher import PendingBatch
+from horovod_volo.data.image_decoder import Input, resizing_inputs
 from horovod_volo.data.train_transform import resize_pixels
 from horovod_volo.dense.box_list import ImageBoxes, read_sized
-from horovod_volo.dense.task import DenseBatches
+from horovod_volo.dense.dense_batches import DenseBatches, PendingDenseBatch
 
 # A window's limits of IoU with each box, drawn evenly; None is the whole image, -1 any window.
 _LIMITS = (None, 0.1, 0.3, 0.5, 0.7, 0.9, -1.0)
 _ROUNDS = 100  # then it is the whole image; one round in seven ends with that
 _MOST_OBLONG = 2.0  # width over height of a window, relative to the image's, or the inverse
 _FLIP = 0.5
+_SIDES = 0.3, 1.0  # of a window, as fractions of the image's
+_RANGES = ((0.5, 1.5), (0.5, 1.5), (0.875, 1.125))  # of the factors of saturation, contrast and brightness
 _GREY = 128.0  # contrast is stretched around it
 _TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
 
 
-@dataclass(frozen=True, eq=False)
-class BoxBatch:
-    """One micro-batch of images with boxes; the tensors are on the rank's device, the indices on the host."""
+class BoxTrainLoader(DenseBatches):
+    """This rank's training batches for detection.
 
-    images: Tensor  # (batch, 3, side, side) float32, normalised
-    boxes: Tensor  # (batch, most, 4) float32 left, top, right, bottom as fractions of the image; then zeros
-    classes: Tensor  # (batch, most) int64 from 1; 0 where there is no box
-    indices: NDArray[np.int64]  # (batch,) positions in the list
-    drawn: NDArray[np.int64]  # likewise, of the images that the epoch's order has here: damaged ones differ
-
-
-@dataclass(frozen=True, eq=False)
-class PendingBoxBatch(PendingBatch):
-    """A batch of images with boxes that has been read, but whose images are not decoded."""
-
-    # Images with fewer boxes than the most have zeros after theirs.
-    boxes: NDArray[np.float32]  # (batch, most, 4) left, top, right, bottom as fractions of the image
-    classes: NDArray[np.int64]  # (batch, most) from 1; 0 where there is no box
-    flips: NDArray[np.bool_]  # (batch,)
-    colors: NDArray[np.float32]  # (batch, 3, 4) affine maps of the colours
-    drawn: NDArray[np.int64]  # (batch,) the images that were to be read; damaged ones are replaced
-
-
-class BoxTrainLoader(DenseBatches[PendingBoxBatch, BoxBatch]):
-    """This rank's training batches for detection."""
+    Targets are boxes (batch, most, 4) float32, left, top, right, bottom as fractions of the image, and
+    classes (batch, most) int64 from 1. Images with fewer boxes than the most have zeros after theirs.
+    """
 
     @property
     def _resized_by_dali(self) -> bool:
@@ -73,25 +53,7 @@ class BoxTrainLoader(DenseBatches[PendingBoxBatch, BoxBatch]):
         resize = self._resized_by_dali
         return self._decoder.build_train_pipeline(source, image_size=self._side, resize=resize, **settings)
 
-    def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingBoxBatch:
-        # A replacement is augmented as the damaged image would have been.
-        prepared = self._readers.map(partial(self._prepare, epoch), drawn.tolist())
-        plans = [plan for _, _, plan, _ in prepared]
-        inputs: tuple[list[NDArray[Any]], ...] = (
-            [encoded for _, encoded, _, _ in prepared],
-            [np.array(plan.window[:2], dtype=np.int32) for plan in plans],
-            [np.array(plan.window[2:], dtype=np.int32) for plan in plans],
-        )
-        flips = np.array([plan.flip for plan in plans])
-        if self._resized_by_dali:
-            inputs += resizing_inputs(flips, np.zeros_like(flips), np.zeros_like(flips))
-        indices = np.array([index for index, *_ in prepared], dtype=np.int64)
-        colors = np.stack([plan.colors.affine() for plan in plans]).astype(np.float32)
-        boxes, classes = _padded([moved for *_, moved in prepared])
-        return PendingBoxBatch(indices, inputs, boxes, classes, flips, colors, drawn)
-
     def _prepare(self, epoch: int, sample: int) -> tuple[int, NDArray[np.uint8], BoxPlan, ImageBoxes]:
-        """Read an image or its replacement, draw its plan, and move its boxes."""
         read = partial(read_sized, self._images)
         index, (encoded, size) = self.bad_samples.read_or_replace(sample, self._samples, read)
         boxes, classes = self._images.boxes_to_learn(index)
@@ -99,9 +61,28 @@ class BoxTrainLoader(DenseBatches[PendingBoxBatch, BoxBatch]):
         moved, stay = plan.move(boxes)
         return index, encoded, plan, ImageBoxes(moved[stay], classes[stay])
 
-    def _transform(self, pending: PendingBoxBatch, decoded: Any) -> Tensor:
-        """Return the images (batch, 3, side, side) with their colours changed, normalised."""
-        maps = copy_async(pending.colors, self._device)  # (batch, 3, 4)
+    def _inputs(self, plans: Sequence[BoxPlan]) -> tuple[Input, ...]:
+        corners, shapes = (
+            [np.array(plan.window[part], dtype=np.int32) for plan in plans]
+            for part in (slice(2), slice(2, 4))
+        )
+        if not self._resized_by_dali:
+            return corners, shapes
+        flips = np.array([plan.flip for plan in plans])
+        return corners, shapes, *resizing_inputs(flips, np.zeros_like(flips), np.zeros_like(flips))
+
+    def _collate(self, targets: Sequence[ImageBoxes]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        most = max(1, *(len(image.boxes) for image in targets))
+        boxes = np.zeros((len(targets), most, 4), dtype=np.float32)
+        classes = np.zeros((len(targets), most), dtype=np.int64)
+        for number, image in enumerate(targets):
+            boxes[number, : len(image.boxes)] = image.boxes
+            classes[number, : len(image.boxes)] = image.classes + 1
+        return boxes, classes
+
+    def _transform(self, pending: PendingDenseBatch, decoded: Any) -> Tensor:
+        colors = np.stack([plan.color_map for plan in pending.plans]).astype(np.float32)
+        maps = copy_async(colors, self._device)  # (batch, 3, 4)
         # Normalising is one more affine map: both are one product, clipped to what 0 and 255 become.
         mean, std = self._mean.flatten(1), self._std.flatten(1)  # (3, 1)
         matrix, added = maps[:, :, :3] / std, (maps[:, :, 3:] - mean) / std
@@ -119,25 +100,11 @@ class BoxTrainLoader(DenseBatches[PendingBoxBatch, BoxBatch]):
         def transform(number: int) -> None:
             """Do all work on one image while it is in a core's own cache."""
             pixels = resize_pixels(windows[number].permute(2, 0, 1)[None], self._side, bicubic=False)[0]
-            levels = (pixels.flip(2) if pending.flips[number] else pixels).float().flatten(1)
+            levels = (pixels.flip(2) if pending.plans[number].flip else pixels).float().flatten(1)
             torch.addmm(added[number], matrix[number], levels, out=flat[number]).clamp_(low, high)
 
         self._transform_threads.map(transform, range(len(windows)))
         return images
-
-    def _batch(self, pending: PendingBoxBatch, images: Tensor) -> BoxBatch:
-        boxes, classes = (copy_async(each, self._device) for each in (pending.boxes, pending.classes))
-        return BoxBatch(images, boxes, classes, pending.indices, pending.drawn)
-
-
-def _padded(images: list[ImageBoxes]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    most = max(1, *(len(image.boxes) for image in images))
-    boxes = np.zeros((len(images), most, 4), dtype=np.float32)
-    classes = np.zeros((len(images), most), dtype=np.int64)
-    for number, image in enumerate(images):
-        boxes[number, : len(image.boxes)] = image.boxes
-        classes[number, : len(image.boxes)] = image.classes + 1
-    return boxes, classes
 
 
 class Window(NamedTuple):
@@ -169,13 +136,14 @@ class ColorChange:
         return np.hstack([matrix, added])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BoxPlan:
     """What is done to one image and its boxes."""
 
     window: Window
     flip: bool
     colors: ColorChange
+    color_map: NDArray[np.float64]  # of the colours
 
     def move(self, boxes: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Return boxes of the image, in pixels, as fractions of the result, and which of them stay.
@@ -196,22 +164,15 @@ def draw_box_plan(
 ) -> BoxPlan:
     """Draw the plan of one image of this height and width."""
     flip, *colors = uniforms(5, Purpose.BOX_PLAN, seed, epoch, sample)
-    ranges = (
-        (-settings.hue, settings.hue),
-        settings.saturation_range,
-        settings.contrast_range,
-        settings.brightness_range,
-    )
+    ranges = ((-settings.hue, settings.hue), *_RANGES)
     drawn = [low + (high - low) * number for (low, high), number in zip(ranges, colors, strict=True)]
-    window = _draw_window(settings, size, boxes, (seed, epoch, sample))
-    return BoxPlan(window, flip < _FLIP, ColorChange(*drawn))
+    window = _draw_window(size, boxes, (seed, epoch, sample))
+    change = ColorChange(*drawn)
+    return BoxPlan(window, flip < _FLIP, change, change.affine())
 
 
-def _draw_window(
-    settings: Detection, size: tuple[int, int], boxes: NDArray[np.float64], counters: tuple[int, int, int]
-) -> Window:
-    whole = Window(0, 0, *size)
-    low, high = settings.crop_sides
+def _draw_window(size: tuple[int, int], boxes: NDArray[np.float64], counters: tuple[int, int, int]) -> Window:
+    (low, high), whole = _SIDES, Window(0, 0, *size)
     for number in range(_ROUNDS if len(boxes) else 0):
         choice, *drawn = uniforms(5, Purpose.BOX_WINDOW, *counters, number)
         limit = _LIMITS[int(choice * len(_LIMITS))]

@@ -7,13 +7,12 @@ logits are scaled back to the image's own size. Masks are never scaled.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import isnan
-from pathlib import Path
-from types import EllipsisType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,14 +27,12 @@ from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.reading import decode_rgb
+from horovod_volo.dense.dense_batches import RankContext, levels
 from horovod_volo.dense.pictures import EvaluationPictures, write_prediction
 from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import keep_ratio
-from horovod_volo.dense.task import Evaluation, Measured, RankContext, levels
+from horovod_volo.dense.task import Evaluation, Measured
 from horovod_volo.engine.task import Beat, Metrics
-
-Place = tuple[EllipsisType, slice, slice]  # of a window in an image
-Predict = Callable[[Tensor], Tensor]  # normalised images -> logits of the same height and width
 
 
 class Scene(NamedTuple):
@@ -49,7 +46,7 @@ class Scene(NamedTuple):
 class SceneEvalLoader:
     """This rank's images of the evaluation, one by one; over all ranks, each is there once."""
 
-    damaged: int  # images of the last iteration that could not be used
+    damaged = 0  # images of the last iteration that could not be used
 
     def __init__(self, scenes: SceneList, settings: Data, context: RankContext) -> None:
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
@@ -75,10 +72,9 @@ class SceneEvalLoader:
         self._threads.shutdown(cancel_futures=True)
 
     def _read_usable(self, index: int) -> Scene | None:
-        try:
+        with suppress(BadSampleError):
             return self.bad_samples.read_or_raise(index, self._read)
-        except BadSampleError:
-            return None
+        return None
 
     def _read(self, index: int) -> Scene:
         pixels = decode_rgb(self._scenes, index)
@@ -99,30 +95,24 @@ class SceneEvaluation(Evaluation):
         self.bad_samples, self.folder = self._loader.bad_samples, scenes.root
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Mapping[str, Any]:  # type: ignore[override]
         """Return how images are predicted, for the result."""
         return {"test_mode": self._settings.test_mode, **self.views._asdict()}
 
-    def measure(
-        self,
-        network: nn.Module,
-        beat: Beat,
-        *,
-        pictures: EvaluationPictures | None = None,
-        predictions: Path | None = None,
-    ) -> Measured:
+    def measure(self, network: nn.Module, beat: Beat, pictures: EvaluationPictures | None = None) -> Measured:
         """Count the pixels of the images of all ranks. Collective: every rank calls this."""
         scenes, device, classes = self._scenes, self._context.device, len(self._scenes.classes)
         confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
         images = 0
         with torch.inference_mode(), self._context.autocast:
-            for scene, predicted in self._predictions(network, self._loader):
+            for scene in self._loader:
+                predicted = self._predict(network, scene)
                 confusion += count_pixels(scene.mask.to(device), predicted, classes)
                 images += 1
                 if pictures and pictures.wants(scene.number):
                     pictures.add_masks(*scene, predicted)
-                if predictions:
-                    write_prediction(predictions, scenes, scene.number, predicted)
+                if self.predictions:
+                    write_prediction(self.predictions, scenes, scene.number, predicted)
                 beat(1)
         own = (*confusion.flatten().tolist(), images, self._loader.damaged)
         *counts, images_of_all, bad_of_all = map(int, self._context.world.sum_over_ranks(*own))
@@ -143,47 +133,30 @@ class SceneEvaluation(Evaluation):
             ("classes", f"{metrics['class_accuracy']:.3f} % right on average"),
         ]
 
-    def _predictions(self, network: nn.Module, scenes: Iterable[Scene]) -> Iterator[tuple[Scene, Tensor]]:
-        """Yield each image with the classes of its pixels (height, width), in order.
-
-        Windows of several images are predicted together, always as many: zeros fill the last batch, so that
-        what is predicted does not depend on the other images of a rank.
-        """
-        flips = (False, True) if self.views.flip else (False,)
-        views = [(scale, flip) for scale in self.views.scales for flip in flips]
-        waiting: deque[Scene] = deque()
-
-        def scaled() -> Iterator[Tensor]:
-            for scene in scenes:
-                waiting.append(scene)
-                levels = scene.pixels.to(self._context.device).float()
-                yield from (self._scaled(levels.flip(2) if flip else levels, scale) for scale, flip in views)
-
-        predict = partial(logits_of, network)
-        if self._settings.test_mode == "slide":
-            found = slide(predict, scaled(), self._window, self._settings.test_stride, self._batch)
-        else:
-            found = map(predict, scaled())
-        for first in found:
-            scene = waiting.popleft()
-            of_scene = [first, *islice(found, len(views) - 1)]
-            yield scene, self._classes(of_scene, [flip for _, flip in views], scene.mask.shape)
+    def _predict(self, network: nn.Module, scene: Scene) -> Tensor:
+        """Return the classes of an image's pixels (height, width)."""
+        levels = scene.pixels.to(self._context.device).float()
+        height, width = scene.mask.shape
+        predict, found = partial(logits_of, network), list[Tensor]()
+        for scale in self.views.scales:
+            for flip in (False, True) if self.views.flip else (False,):
+                image = self._scaled(levels.flip(2) if flip else levels, scale)
+                if self._settings.test_mode == "slide":
+                    logits = slide(predict, image, self._window, self._settings.test_stride, self._batch)
+                else:
+                    logits = predict(image)
+                full = resize(logits[0], (height, width))
+                found.append(full.flip(2) if flip else full)
+        if len(found) == 1:
+            return found[0].argmax(dim=0)
+        probabilities = (logits.softmax(dim=0) for logits in found)
+        return sum(probabilities, torch.zeros_like(found[0])).argmax(dim=0)
 
     def _scaled(self, levels: Tensor, scale: float) -> Tensor:
         """Return a normalised image (1, 3, height, width) of another size."""
         longer, shorter = (int(side * scale) for side in self._settings.scene_size)
         size = keep_ratio((levels.shape[1], levels.shape[2]), longer, shorter)
         return ((resize(levels, size) - self._mean) / self._std)[None]
-
-    def _classes(self, found: Sequence[Tensor], flips: Sequence[bool], size: Sequence[int]) -> Tensor:
-        """Return the classes of an image of this height and width, from the logits of its views."""
-        full = [resize(logits[0], (size[0], size[1])) for logits in found]
-        if len(full) == 1:
-            return full[0].argmax(dim=0)
-        total = torch.zeros_like(full[0])
-        for logits, flip in zip(full, flips, strict=True):
-            total += (logits.flip(2) if flip else logits).softmax(dim=0)
-        return total.argmax(dim=0)
 
 
 def logits_of(network: nn.Module, images: Tensor) -> Tensor:
@@ -195,57 +168,24 @@ def logits_of(network: nn.Module, images: Tensor) -> Tensor:
 
 
 def slide(
-    predict: Predict, images: Iterable[Tensor], window: int, stride: int, batch: int = 1
-) -> Iterator[Tensor]:
-    """Yield the mean over windows of the logits of each image (1, 3, height, width).
+    predict: Callable[[Tensor], Tensor], image: Tensor, window: int, stride: int, batch: int = 1
+) -> Tensor:
+    """Return the mean over windows of the logits of an image (1, 3, height, width).
 
-    Windows are `stride` pixels apart; the last ones are moved back inside. `batch` of them are predicted at
-    once; those of an image that is smaller than a window, alone.
+    Windows are `stride` pixels apart; the last ones are moved back inside. At most `batch` of them are
+    predicted at once, and none of another image, so that a prediction depends on its image alone.
     """
-    started: deque[_SlidImage] = deque()
-
-    def windows() -> Iterator[tuple[_SlidImage, Place]]:
-        for image in images:
-            started.append(_SlidImage(image, window, stride))
-            yield from ((started[-1], place) for place in started[-1].places)
-
-    rest = windows()
-    while group := list(islice(rest, batch)):
-        parts = [each.image[place] for each, place in group]
-        whole = [part for part in parts if part.shape[2:] == (window, window)]
-        filled = torch.cat([*whole, parts[0].new_zeros(batch - len(whole), 3, window, window)])
-        logits = iter(predict(filled) if whole else ())
-        for (each, place), part in zip(group, parts, strict=True):
-            each.add(place, next(logits) if part.shape[2:] == (window, window) else predict(part)[0])
-        while started and not started[0].missing:
-            yield started.popleft().mean()
-
-
-class _SlidImage:
-    """An image, and the logits of its windows so far."""
-
-    def __init__(self, image: Tensor, window: int, stride: int) -> None:
-        rows, columns = (_begins(side, window, stride) for side in image.shape[2:])
-        self.image = image
-        self.places: list[Place] = [
-            (..., slice(top, top + window), slice(left, left + window)) for top in rows for left in columns
-        ]
-        self.missing = len(self.places)
-        self._total: Tensor | None = None
-        self._counts = image.new_zeros(1, 1, *image.shape[2:])
-
-    def add(self, place: Place, logits: Tensor) -> None:
-        """Add the logits (classes, height, width) of a window."""
-        if self._total is None:
-            self._total = logits.new_zeros(1, logits.shape[0], *self.image.shape[2:])
-        self._total[place] += logits
-        self._counts[place] += 1
-        self.missing -= 1
-
-    def mean(self) -> Tensor:
-        """Return the mean over the windows of each pixel."""
-        assert self._total is not None
-        return self._total / self._counts
+    rows, columns = (_begins(side, window, stride) for side in image.shape[2:])
+    places = [(..., slice(top, top + window), slice(left, left + window)) for top in rows for left in columns]
+    counts, total = image.new_zeros(1, 1, *image.shape[2:]), image.new_zeros(0)
+    for first in range(0, len(places), batch):
+        group = places[first : first + batch]
+        for place, logits in zip(group, predict(torch.cat([image[each] for each in group])), strict=True):
+            if not len(total):
+                total = logits.new_zeros(1, len(logits), *image.shape[2:])
+            total[place] += logits
+            counts[place] += 1
+    return total / counts
 
 
 def _begins(side: int, window: int, stride: int) -> list[int]:

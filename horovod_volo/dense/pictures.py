@@ -14,6 +14,7 @@ from torch import Tensor
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.data.reading import decode_rgb
+from horovod_volo.dense.average_precision import BoxPredictions
 from horovod_volo.dense.box_list import BoxList
 from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.monitor.logger import Picture
@@ -43,27 +44,16 @@ class EvaluationPictures:
         drawn = [colors[classes.to(torch.uint8).cpu().numpy()] for classes in masks]
         self._pictures[_name(number)] = _encoded([pixels.permute(1, 2, 0).numpy(), *drawn])
 
-    def add_boxes(
-        self,
-        images: BoxList,
-        number: int,
-        boxes: NDArray[np.floating],
-        classes: NDArray[np.integer],
-        scores: NDArray[np.floating],
-    ) -> None:
+    def add_boxes(self, images: BoxList, number: int, found: BoxPredictions) -> None:
         """Draw an image with its true boxes beside one with those that were found."""
         pixels, rows = decode_rgb(images, number), images.rows(number)
-        arrays, names = images.annotations.arrays, images.classes
-        true = [
-            (box, kind, names[kind])
-            for box, kind in zip(arrays.boxes[rows], arrays.classes[rows].tolist(), strict=True)
-        ]
-        found = [
-            (box, kind, f"{names[kind]} {score:.2f}")
-            for box, kind, score in zip(boxes, classes.tolist(), scores.tolist(), strict=True)
-            if score > _LEAST_SCORE
-        ]
-        self._pictures[_name(number)] = _encoded([_with_boxes(pixels, each) for each in (true, found)])
+        truths, names = images.annotations, images.classes
+        pairs = zip(truths.boxes[rows], truths.classes[rows].tolist(), strict=True)
+        labelled = [[(box, kind, names[kind]) for box, kind in pairs], list[Labelled]()]
+        for _, box, kind, score in zip(*found, strict=True):
+            if score > _LEAST_SCORE:
+                labelled[1].append((box, int(kind), f"{names[kind]} {score:.2f}"))
+        self._pictures[_name(number)] = _encoded([_with_boxes(pixels, each) for each in labelled])
 
     def latest(self) -> dict[str, Picture]:
         """Return the pictures by the numbers of their images."""

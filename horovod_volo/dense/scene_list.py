@@ -53,7 +53,7 @@ class SceneLayout:
     name: str
     classes: tuple[str, ...]
     zero_is_ignored: bool  # and the classes count from 1
-    images: str = ""  # folders, with {split}; in packed shards there are none
+    images: str = ""  # folders, with one for each split; in packed shards there are none
     masks: str = ""
     splits: Mapping[Split, str] = field(default_factory=dict)
     image_ending: str = ""  # of the names, which that of masks replaces; empty: any image
@@ -135,26 +135,22 @@ class SceneList:
         stem = name.removesuffix(self.layout.image_ending or Path(name).suffix)
         return self.folder(self.layout.masks) / f"{stem}{self.layout.mask_ending}"
 
-    def folder(self, pattern: str) -> Path:
+    def folder(self, kind: str) -> Path:
         """Return this split's folder of images or masks."""
-        return self.root / pattern.format(split=self.layout.splits[self.split])
+        return self.root / kind / self.layout.splits[self.split]
 
 
 def find_layout(root: Path) -> SceneLayout:
     """Return the layout of a data set; raise UserError if it has none of them."""
+    splits: dict[Split, str] = {"train": "train", "val": "val"}
     if (root / "leftImg8bit").is_dir():
-        folders = ("leftImg8bit/{split}", "gtFine/{split}")
-        splits: dict[Split, str] = {"train": "train", "val": "val"}
-        endings = ("_leftImg8bit.png", "_gtFine_labelTrainIds.png")
+        folders, endings = ("leftImg8bit", "gtFine"), ("_leftImg8bit.png", "_gtFine_labelTrainIds.png")
         return SceneLayout("cityscapes", tuple(_CITYSCAPES.split(", ")), False, *folders, splits, *endings)
     if (root / "annotations").is_dir():
-        splits = {"train": "training", "val": "validation"}
-        return SceneLayout(
-            "ade20k", tuple(_ADE20K.split(", ")), True, "images/{split}", "annotations/{split}", splits
-        )
+        names: dict[Split, str] = {"train": "training", "val": "validation"}
+        return SceneLayout("ade20k", tuple(_ADE20K.split(", ")), True, "images", "annotations", names)
     if (root / "masks").is_dir():
-        splits = {"train": "train", "val": "val"}
-        return SceneLayout("plain", read_classes(root), False, "images/{split}", "masks/{split}", splits)
+        return SceneLayout("plain", read_classes(root), False, "images", "masks", splits)
     raise UserError(
         f"{root} has no masks. Give a folder with images/train, images/val, masks/train, masks/val and "
         "classes.txt, or ADE20K's or Cityscapes' folder."

@@ -21,7 +21,7 @@ from horovod_volo.data.images.catalog import SHARDS_OPEN
 from horovod_volo.data.images.catalog_file import open_file
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, Split
 from horovod_volo.data.images.tar_shards import MASK_ENDING, damaged, tar_members
-from horovod_volo.data.packing.manifest import MANIFEST, Manifest, PackedShard, read_manifest
+from horovod_volo.data.packing.manifest import MANIFEST, PackedShard, read_manifest
 from horovod_volo.data.packing.packed_split import (
     PACKERS,
     WORK,
@@ -40,6 +40,8 @@ from horovod_volo.dense.scene_list import (
     list_scenes,
     read_classes,
 )
+
+_LAYOUT = "layout"  # an entry of manifests of images with masks
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,7 @@ def has_scenes(root: Path) -> bool:
     """Return whether a data folder, packed or not, holds images with masks rather than with classes."""
     packed = [root / split for split in FOLDER_NAMES if (root / split / MANIFEST).is_file()]
     if packed:
-        return _has_masks(read_manifest(packed[0]))
+        return _LAYOUT in read_manifest(packed[0]).asked
     has_classes = any((root / name).is_dir() for names in FOLDER_NAMES.values() for name in names)
     return not has_classes and any((root / name).is_dir() for name in MASK_FOLDERS)
 
@@ -107,27 +109,21 @@ def mask_member(image: str) -> str:
     return f"{image.removesuffix(PurePosixPath(image).suffix)}{MASK_ENDING}"
 
 
-def _has_masks(manifest: Manifest) -> bool:
-    return "layout" in manifest.asked
-
-
 def _list_shards(root: Path, split: Split) -> SceneShards:
     folder = root / split
     manifest = read_manifest(folder)
-    if not _has_masks(manifest):
+    if _LAYOUT not in manifest.asked:
         raise UserError(
             f"{folder} holds packed images without masks. Give a folder that was packed from images and "
             "masks, or train with --task classification."
         )
-    names: list[str] = []
-    places: list[tuple[int, ...]] = []
-    for number, shard in enumerate(manifest.shards):
-        for name, place in _pairs(folder, shard):
-            names.append(name)
-            places.append((number, *place))
-    layout = SceneLayout(manifest.asked["layout"], read_classes(folder), manifest.asked["zero_is_ignored"])
+    found = [
+        (number, *pair) for number, shard in enumerate(manifest.shards) for pair in _pairs(folder, shard)
+    ]
+    names, places = tuple(name for _, name, _ in found), [(number, *place) for number, _, place in found]
+    layout = SceneLayout(manifest.asked[_LAYOUT], read_classes(folder), manifest.asked["zero_is_ignored"])
     shards = tuple(folder / shard.file for shard in manifest.shards)
-    scenes = SceneShards(root, layout, split, tuple(names), shards, np.array(places, dtype=np.int64))
+    scenes = SceneShards(root, layout, split, names, shards, np.array(places, dtype=np.int64))
     if scenes.digest != manifest.asked["scenes"]:
         raise UserError(
             f"{folder} does not hold the images or the classes that {MANIFEST} there was written for. Copy "
@@ -173,7 +169,7 @@ def pack_scenes(
         provenance = {
             "shard_images": shard_images,
             "shard_bytes": shard_bytes,
-            "layout": scenes.layout.name,
+            _LAYOUT: scenes.layout.name,
             "zero_is_ignored": scenes.layout.zero_is_ignored,
             "scenes": scenes.digest,
         }

@@ -9,39 +9,38 @@ from typing import Any
 
 from torch import Tensor
 
-from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.split_folder import Split
+from horovod_volo.dense.dense_batches import DenseBatch, RankContext
 from horovod_volo.dense.mean_iou import SceneEvaluation
 from horovod_volo.dense.scene_list import SceneList
-from horovod_volo.dense.scene_loader import SceneBatch, SceneTrainLoader
+from horovod_volo.dense.scene_loader import SceneTrainLoader
 from horovod_volo.dense.scene_shards import open_scenes
 from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask, load_weights
 from horovod_volo.dense.upernet import HEADS, PixelLosses, UperNet, fitted_weights, pixel_losses
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Network, check_classes
-from horovod_volo.models.build import check_model
 from horovod_volo.models.sync_batch_norm import synchronize_norms
 
 _NONE_SEED = 0
 
 
-class SegmentationLearner(DenseLearner[SceneBatch]):
+class SegmentationLearner(DenseLearner):
     """UperNet and its losses."""
 
     loss_names = PixelLosses._fields
     network: UperNet
 
-    def forward(self, batch: SceneBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: DenseBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
         """Return the logits of the pixels, and those of the auxiliary head."""
         with self.context.autocast:
             return self.network.training_logits(batch.images, self.seed(step, number))
 
-    def loss(self, outputs: tuple[Tensor, Tensor], batch: SceneBatch) -> PixelLosses:
+    def loss(self, outputs: tuple[Tensor, Tensor], batch: DenseBatch) -> PixelLosses:
         """Return the losses of both heads."""
-        return pixel_losses(*outputs, batch.masks, self.config.segmentation.auxiliary_weight)
+        return pixel_losses(*outputs, *batch.targets)
 
 
 class SegmentationTask(DenseTask):
@@ -49,13 +48,13 @@ class SegmentationTask(DenseTask):
 
     scores = ("miou", "pixel_accuracy")
     score_names = ("mean IoU", "pixel accuracy")
-    train_batches, evaluation, learner = SceneTrainLoader, SceneEvaluation, SegmentationLearner
+    train_batches, learner = SceneTrainLoader, SegmentationLearner
 
     def settings(self, config: Config) -> Segmentation:
         return config.segmentation
 
     def complete(self, config: Config) -> Config:
-        check_model(config.model.model, img_size=config.model.img_size, tokens=False)
+        super().complete(config)
         if config.model.img_size % 16:
             raise UserError(f"--img-size must be a multiple of 16, not {config.model.img_size}.")
         longer, shorter = config.segmentation.scene_size
@@ -63,21 +62,27 @@ class SegmentationTask(DenseTask):
             raise UserError(f"--scene-size takes the longer side first, not {longer:g} {shorter:g}.")
         return config
 
-    def read(self, config: Config, world: World) -> DenseData:
-        return world.run_on_rank_zero(partial(_list, config))
-
-    def count(self, config: Config) -> tuple[int, int] | None:
-        if not Path(config.data.data_dir).exists():
-            return None
-        train = _list(config).train
-        return len(train), len(train.classes)
-
     def list_split(self, root: Path, split: Split) -> SceneList:
         return open_scenes(root, split)
 
+    def list_data(self, config: Config) -> DenseData:
+        root = Path(config.data.data_dir)
+        train, held_out = open_scenes(root, "train"), open_scenes(root, "val")
+        check_classes(config, train, str(root))
+        longer, shorter = config.segmentation.scene_size
+        return DenseData(
+            train,
+            held_out,
+            f"{len(train):,} training and {len(held_out):,} held-out images with masks, "
+            f"{train.layout.name} layout, {len(train.classes):,} classes; "
+            f"scaled to fit {longer:g} x {shorter:g}",
+        )
+
     def metadata(self, config: Config) -> dict[str, Any]:
-        settings = config.segmentation
-        return {"neck": settings.neck, "head_width": settings.head_width, "sync_bn": config.model.sync_bn}
+        return {"head_width": config.segmentation.head_width, **super().metadata(config)}
+
+    def build_evaluation(self, config: Config, samples: SceneList, context: RankContext) -> SceneEvaluation:
+        return SceneEvaluation(samples, config.data, config.segmentation, config.model.img_size, context)
 
     def build(self, config: Config, num_classes: int) -> Network:
         network = UperNet(config.model, config.segmentation, num_classes)
@@ -92,20 +97,6 @@ class SegmentationTask(DenseTask):
 
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:  # noqa: ARG002
         return max((len(weights.get(f"{head}.bias", ())) for head in HEADS), default=0)
-
-
-def _list(config: Config) -> DenseData:
-    root = Path(config.data.data_dir)
-    train, held_out = open_scenes(root, "train"), open_scenes(root, "val")
-    check_classes(config, train, str(root))
-    longer, shorter = config.segmentation.scene_size
-    return DenseData(
-        train,
-        held_out,
-        f"{len(train):,} training and {len(held_out):,} held-out images with masks, "
-        f"{train.layout.name} layout, {len(train.classes):,} classes; "
-        f"scaled to fit {longer:g} x {shorter:g}",
-    )
 
 
 TASKS.register("segmentation", SegmentationTask())

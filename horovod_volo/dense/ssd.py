@@ -54,21 +54,20 @@ class SSD(nn.Module):
         extras: Sequence[ExtraMap],
         anchors_per_position: Sequence[int],
         taps: Sequence[int] = (0,),
-        normalize: bool = False,
     ) -> None:
-        """`normalize` puts a layer norm behind each map of the backbone, for those that end without one."""
+        """Several taps are of transformers, whose maps end without a norm: each gets one."""
         super().__init__()
         of_maps = [*channels, *(extra.channels for extra in extras)]
         self.backbone, self.taps = backbone, tuple(taps)
-        self.norms = nn.ModuleList(MapNorm(width) if normalize else nn.Identity() for width in channels)
-        self.logits_per_anchor = num_classes + 1  # class 0 is the background
+        self.norms = nn.ModuleList(MapNorm(width) if len(taps) > 1 else nn.Identity() for width in channels)
         self.extras = nn.ModuleList(map(_extra_layers, of_maps[len(channels) - 1 :], extras))
         # Output channels are shape after shape, so that in channels-last memory the values of an anchor are
         # adjacent.
         heads = list(zip(of_maps, anchors_per_position, strict=True))
+        self.values = (4, num_classes + 1)  # of each anchor; class 0 is the background
         self.box_heads, self.class_heads = (
             nn.ModuleList(nn.Conv2d(width, values * shapes, 3, padding=1) for width, shapes in heads)
-            for values in (4, self.logits_per_anchor)
+            for values in self.values
         )
         for new in (self.extras, self.box_heads, self.class_heads):
             new.apply(_init_weights)
@@ -89,7 +88,7 @@ class SSD(nn.Module):
         maps = self.feature_maps(images, seed)
         boxes, logits = (
             torch.cat([_by_anchor(head(each), values) for head, each in zip(heads, maps, strict=True)], dim=1)
-            for heads, values in ((self.box_heads, 4), (self.class_heads, self.logits_per_anchor))
+            for heads, values in zip((self.box_heads, self.class_heads), self.values, strict=True)
         )
         return boxes, logits
 
@@ -151,7 +150,6 @@ def build_ssd(settings: Model, num_classes: int) -> SSD:
         extras=extra_maps(rule.sides, len(taps)),
         anchors_per_position=rule.anchors_per_position,
         taps=taps,
-        normalize=len(taps) > 1,
     )
 
 
@@ -172,13 +170,11 @@ def fitted_weights(
 
 def _extra_layers(channels: int, extra: ExtraMap) -> nn.Sequential:
     stride, padding = (2, 1) if extra.halves else (1, 0)
+    first = nn.Conv2d(channels, extra.width, 1, bias=False)
+    second = nn.Conv2d(extra.width, extra.channels, 3, stride=stride, padding=padding, bias=False)
     return nn.Sequential(
-        nn.Conv2d(channels, extra.width, 1, bias=False),
-        nn.BatchNorm2d(extra.width),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(extra.width, extra.channels, 3, stride=stride, padding=padding, bias=False),
-        nn.BatchNorm2d(extra.channels),
-        nn.ReLU(inplace=True),
+        *(first, nn.BatchNorm2d(extra.width), nn.ReLU(inplace=True)),
+        *(second, nn.BatchNorm2d(extra.channels), nn.ReLU(inplace=True)),
     )
 
 

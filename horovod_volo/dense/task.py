@@ -5,20 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources, World, WorldSums
-from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.images.split_folder import Split
-from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
-from horovod_volo.data.prefetcher import PendingBatch
+from horovod_volo.data.ordered_batches import OrderOfRank
+from horovod_volo.dense.dense_batches import DenseBatch, RankContext, rank_context
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.engine.task import (
     Beat,
@@ -29,42 +28,15 @@ from horovod_volo.engine.task import (
     TrainBatches,
     drop_path_seed,
 )
-from horovod_volo.models.precision import autocast
+from horovod_volo.models.build import check_model
 from horovod_volo.models.sync_batch_norm import connect_norms
 from horovod_volo.models.weights import load_fitted, read_weights
-from horovod_volo.models.weights_header import statistics_of_run
 from horovod_volo.monitor.logger import Picture
 
 _PICTURES = 4  # in TensorBoard
 
-Pending = TypeVar("Pending", bound=PendingBatch)
-DenseBatch = TypeVar("DenseBatch")
 # (network, weights by name) -> weights under our names, tensors that stay fresh, messages.
 FitWeights = Callable[[Any, Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str], list[str]]]
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """This rank, and how its images reach the network."""
-
-    world: World
-    device: torch.device
-    threads: int  # that read and transform images
-    normalization: Normalization
-    autocast: torch.autocast
-
-
-def rank_context(
-    config: Config, world: World, resources: RankResources, *, precision: str, workers: int
-) -> RankContext:
-    """Return this rank's part; `workers` 0: a thread per core."""
-    return RankContext(
-        world,
-        resources.device,
-        workers or resources.threads,
-        Normalization(*statistics_of_run(config.data, config.model.model)),
-        autocast(precision, resources.device),
-    )
 
 
 @dataclass(frozen=True)
@@ -83,30 +55,6 @@ class DenseData(TaskData):
         """Close all files."""
         self.train.close()
         self.held_out.close()
-
-
-class DenseBatches(OrderedBatches[Pending, DenseBatch]):
-    """This rank's training batches, whose images are decoded by a pipeline and transformed by threads."""
-
-    def __init__(
-        self,
-        images: Any,
-        data: Data,
-        settings: Any,
-        side: int,
-        order: OrderOfRank,
-        context: RankContext,
-    ) -> None:
-        """`settings` are those of the task, `side` that of the images in a batch."""
-        super().__init__(images, data, order, context.device, context.threads)
-        self._plan_settings, self._side = settings, side
-        self._mean, self._std = levels(context.normalization, context.device)
-
-
-def levels(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation (3, 1, 1) of levels 0 to 255."""
-    mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
-    return mean, std
 
 
 class Views(NamedTuple):
@@ -129,23 +77,13 @@ class Evaluation(ABC):
     _loader: Any  # of this rank's images
     bad_samples: BadSampleTracker
     folder: Path  # of the images
+    options: Mapping[str, Any] = {}  # how images are predicted, for the result
     views = Views()
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return how images are predicted, for the result."""
-        return {}
+    predictions: Path | None = None  # folder for them; None: they are not written
 
     @abstractmethod
-    def measure(
-        self,
-        network: nn.Module,
-        beat: Beat,
-        *,
-        pictures: EvaluationPictures | None = None,
-        predictions: Path | None = None,
-    ) -> Measured:
-        """Measure a network; draw the first images, and write predictions into a folder, if told to.
+    def measure(self, network: nn.Module, beat: Beat, pictures: EvaluationPictures | None = None) -> Measured:
+        """Measure a network; draw the first images, and write predictions, if told to.
 
         Collective: every rank calls this.
         """
@@ -182,7 +120,7 @@ class DenseLearner(Learner[DenseBatch, tuple[Tensor, Tensor]]):
 
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the metrics of a model on the held-out images. Collective: every rank calls this."""
-        return self.evaluation.measure(model, beat, pictures=self._pictures).metrics
+        return self.evaluation.measure(model, beat, self._pictures).metrics
 
     def pictures(self) -> Mapping[str, Picture]:
         """Return pictures of the first images of the last evaluation."""
@@ -199,8 +137,7 @@ class DenseTask(Task, ABC):
 
     score_names: Sequence[str]  # of `scores`, for people
     train_batches: Callable[..., TrainBatches]
-    evaluation: Callable[..., Evaluation]
-    learner: Callable[..., DenseLearner[Any]]
+    learner: Callable[..., DenseLearner]
 
     @abstractmethod
     def settings(self, config: Config) -> Any:
@@ -211,6 +148,10 @@ class DenseTask(Task, ABC):
         """List a split of a data folder for an evaluation; raise UserError if it has no images."""
 
     @abstractmethod
+    def list_data(self, config: Config) -> DenseData:
+        """List both splits; raise UserError if they do not fit."""
+
+    @abstractmethod
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:
         """Return for how many classes weights are; 0 or less: they are of another network."""
 
@@ -218,12 +159,28 @@ class DenseTask(Task, ABC):
         """Return what the result of an evaluation says about its decoder."""
         return []
 
+    def complete(self, config: Config) -> Config:
+        check_model(config.model.model, img_size=config.model.img_size, tokens=False)
+        return config
+
+    def read(self, config: Config, world: World) -> DenseData:
+        return world.run_on_rank_zero(partial(self.list_data, config))
+
+    def count(self, config: Config) -> tuple[int, int] | None:
+        if not Path(config.data.data_dir).exists():
+            return None
+        train = self.list_data(config).train
+        return len(train), len(train.classes)
+
+    def metadata(self, config: Config) -> dict[str, Any]:
+        return {"sync_bn": config.model.sync_bn}
+
     def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:  # noqa: ARG002
         return config
 
     def begin(
         self, config: Config, world: World, data: DenseData, resources: RankResources, network: nn.Module
-    ) -> DenseLearner[Any]:
+    ) -> DenseLearner:
         if config.model.sync_bn != "none":
             connect_norms(network, WorldSums(world))
         precision, workers = config.model.precision, config.data.workers
@@ -235,9 +192,9 @@ class DenseTask(Task, ABC):
         evaluation = self.build_evaluation(config, data.held_out, context)
         return self.learner(config, context, data, train_loader, evaluation, network)
 
+    @abstractmethod
     def build_evaluation(self, config: Config, samples: Any, context: RankContext) -> Evaluation:
         """Build the evaluation of a list of images."""
-        return self.evaluation(samples, config.data, self.settings(config), config.model.img_size, context)
 
     def summary(self, metrics: Metrics) -> str:
         first, second = (

@@ -7,7 +7,6 @@ detection decoded boxes and probabilities.
 from __future__ import annotations
 
 import json
-import os
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import closing
@@ -15,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.config.recipe import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
-from horovod_volo.dense.detection import DetectionTask
+from horovod_volo.dense.dense_batches import rank_context
 from horovod_volo.dense.mean_iou import logits_of
-from horovod_volo.dense.segmentation import SegmentationTask
-from horovod_volo.dense.task import DenseTask, Views, rank_context
+from horovod_volo.dense.task import DenseTask, Views
+from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Samples
 from horovod_volo.evaluation.task_results import (
     EVALUATIONS,
@@ -44,10 +44,12 @@ from horovod_volo.models.weights import read_weights
 from horovod_volo.models.weights_header import read_class_names, statistics_of_run
 from horovod_volo.monitor.pictures import class_colors
 
-DENSE_TASKS: Mapping[str, DenseTask] = {
-    "segmentation": SegmentationTask(),
-    "detection": DetectionTask(),
-}
+
+def dense_task(name: str) -> DenseTask:
+    """Return the task of a name, one of the two."""
+    task = TASKS.find(name)
+    assert isinstance(task, DenseTask)
+    return task
 
 
 def load_dense(source: str, image_side: int, use_ema: bool) -> TrainedDense:
@@ -55,7 +57,7 @@ def load_dense(source: str, image_side: int, use_ema: bool) -> TrainedDense:
     config = assemble(dict(settings_of_run(source)), fallback_name="")
     side = image_side or config.model.img_size
     config = replace(config, model=replace(config.model, img_size=side, use_ema=use_ema, allow_mismatch=""))
-    task = DENSE_TASKS[config.model.task]
+    task = dense_task(config.model.task)
     task.complete(config)
     weights, _ = read_weights(source, use_ema=use_ema)
     classes = task.classes_in(config, weights)
@@ -78,7 +80,7 @@ def load_dense(source: str, image_side: int, use_ema: bool) -> TrainedDense:
 def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     """Evaluate a network on every image once. Collective: every rank calls this."""
     world.run_on_all_ranks(partial(_check, request))
-    task = DENSE_TASKS[str(settings_of_run(request.weights)["task"])]
+    task = dense_task(str(settings_of_run(request.weights)["task"]))
     images = world.run_on_rank_zero(partial(task.list_split, Path(request.data_dir), request.split))
     trained = world.run_on_all_ranks(partial(_load_fitting, request, images))
     network = trained.network
@@ -93,8 +95,6 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
         std=trained.std,
     )
     config = replace(trained.config, data=data)
-    if request.test_mode != "run":
-        config = replace(config, segmentation=replace(config.segmentation, test_mode=request.test_mode))
     decoder = world.run_on_all_ranks(partial(task.decoder_messages, config))
     resources = rank_resources(world)
     network.to(resources.device)
@@ -103,10 +103,10 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     context = rank_context(config, world, resources, precision=request.precision, workers=request.workers)
     evaluation = task.build_evaluation(config, images, context)
     evaluation.views = Views(tuple(request.scales), request.flip)
+    evaluation.predictions = Path(request.predictions) if request.predictions else None
     own, done = len(range(world.rank, len(images), world.size)), count(1)
-    predictions = Path(request.predictions) if request.predictions else None
     with closing(evaluation):
-        measured = evaluation.measure(network, lambda _: progress(next(done), own), predictions=predictions)
+        measured = evaluation.measure(network, lambda _: progress(next(done), own))
     record = {
         "weights": request.weights,
         "use_ema": request.use_ema,
@@ -127,16 +127,15 @@ def _check(request: Namespace) -> None:
     """Raise UserError if predictions cannot be made or written as requested."""
     if any(not scale > 0 for scale in request.scales):
         raise UserError("--scales takes factors above 0.")
-    if not request.predictions:
-        return
     try:
-        Path(request.predictions).mkdir(parents=True, exist_ok=True)
+        if request.predictions:
+            Path(request.predictions).mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=request.predictions):
+                pass
     except OSError as error:
         raise UserError(
-            f"--predictions cannot create {request.predictions}: {error.strerror}. Name another folder."
+            f"--predictions cannot write into {request.predictions}: {error.strerror}. Name another folder."
         ) from None
-    if not os.access(request.predictions, os.W_OK):
-        raise UserError(f"--predictions cannot write into {request.predictions}. Name another folder.")
 
 
 def _load_fitting(request: Namespace, images: Samples) -> TrainedDense:
@@ -211,9 +210,8 @@ class TrainedDense(Trained):
 
     def reloaded_difference(self, folder: Path, images: Tensor) -> float:
         """Return the largest difference of the outputs of a fresh network with the written weights."""
-        task = DENSE_TASKS[self.config.model.task]
         config = replace(self.config, model=replace(self.config.model, use_ema=False))
-        again = task.build(config, self.num_classes)
+        again = dense_task(config.model.task).build(config, self.num_classes)
         again.load_weights(str(folder / STATE_DICT))
         with torch.inference_mode():
             first, other = (_joined(network(images)) for network in (self.network, again.module.eval()))
@@ -253,6 +251,6 @@ def _joined(outputs: Any) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-for _task in DENSE_TASKS:
+for _task in ("segmentation", "detection"):
     EVALUATIONS.register(_task, evaluate)
     EXPORTS.register(_task, load_dense)

@@ -4,14 +4,17 @@ Given images (batch, 3, height, width) of any size, it returns logits at a quart
 and, in training, auxiliary logits at a sixteenth. Parameters have mmsegmentation's names under `decode_head.`
 and `auxiliary_head.`, those of the classification network under `backbone.`, and LV-ViT's under `neck.`.
 
-Its loss is the mean over all pixels of the cross-entropy of logits resized to the labels' height and width;
+Each head is written as steps that stop at its norms, so that norms that do not depend on each other share an
+exchange between ranks (models/sync_batch_norm.py): four for the head, the auxiliary head's among the first.
+
+The loss is the mean over all pixels of the cross-entropy of logits resized to the labels' height and width;
 as in mmsegmentation, ignored pixels count as 0. Resized logits have batch x classes x pixels values. Here
 those of one image exist at a time: its gradient is computed with its loss, at the logits' own size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,20 +24,150 @@ from torch import Tensor, nn
 from horovod_volo.config.schema import Model
 from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.core.errors import UserError
 from horovod_volo.dense.backbones import build_backbone, fit_backbone
-from horovod_volo.dense.uperhead import FCNHead, UPerHead, build_neck, pad_to_multiple
 from horovod_volo.models.build import seed_torch
-from horovod_volo.models.sync_batch_norm import run_together
+from horovod_volo.models.sync_batch_norm import Steps, SyncBatchNorm, run_together
 
 HEADS = ("decode_head.conv_seg", "auxiliary_head.conv_seg")
-# The same modules in other projects, (theirs, ours): two of Hugging Face, one of LV-ViT's repository.
-_RENAMED = (
-    (".batch_norm.", ".bn."),
-    (".classifier.", ".conv_seg."),
-    ("backbone.side_layer", "neck.side_layer"),
-)
+_THEIR_NECK, _OUR_NECK = "backbone.side_layer", "neck.side_layer"  # in LV-ViT's repository and here
 _STRIDE = 16
+_AUXILIARY_WEIGHT = 0.4
+_NECK_STRIDES = (4, 8)  # of the neck's first maps
+_LAST_CHANNELS = 2048  # of LV-ViT's neck
+_POOLED_SIDES = (1, 2, 3, 6)
+_PUBLISHED_WIDTH = 256
+_DROPPED = 0.1  # of the channels before the classifier
+
+
+class ConvUnit(nn.Module):
+    """A convolution without bias, batch norm and ReLU."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+        self.bn = SyncBatchNorm(outputs)
+
+
+def units(layers: Sequence[ConvUnit], inputs: Sequence[Tensor]) -> Steps:
+    """Run units side by side; return their outputs."""
+    maps = [unit.conv(each) for unit, each in zip(layers, inputs, strict=True)]
+    normalized = yield [unit.bn for unit in layers], maps
+    return [F.relu(each, inplace=True) for each in normalized]
+
+
+class UPerHead(nn.Module):
+    """Pyramid pooling on the last map, a feature pyramid over all of them, and a classifier."""
+
+    def __init__(self, channels: Sequence[int], width: int, num_classes: int) -> None:
+        super().__init__()
+        *finer, last = channels
+        # Pooling has no parameters; mmsegmentation numbers it as the first of two modules.
+        self.psp_modules = nn.ModuleList(
+            nn.Sequential(nn.AdaptiveAvgPool2d(side), ConvUnit(last, width, 1)) for side in _POOLED_SIDES
+        )
+        self.bottleneck = ConvUnit(last + len(_POOLED_SIDES) * width, width, 3)
+        self.lateral_convs = nn.ModuleList(ConvUnit(inputs, width, 1) for inputs in finer)
+        self.fpn_convs = nn.ModuleList(ConvUnit(width, width, 3) for _ in finer)
+        self.fpn_bottleneck = ConvUnit(len(channels) * width, width, 3)
+        self.dropout = nn.Dropout2d(_DROPPED)
+        self.conv_seg = nn.Conv2d(width, num_classes, 1)
+        draw_weights(self)
+
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+        """Return logits at the size of the first map."""
+        logits: Tensor = run_together([self.steps(maps)])[0]
+        return logits
+
+    def steps(self, maps: Sequence[Tensor]) -> Steps:
+        """Return logits at the size of the first map, in steps."""
+        *finer, last = maps
+        pairs: list[Any] = list(self.psp_modules)
+        pooled_maps = [pair[0](last) for pair in pairs]
+        layers: list[Any] = [*(pair[1] for pair in pairs), *self.lateral_convs]
+        outputs = yield from units(layers, [*pooled_maps, *finer])
+        pooled, laterals = outputs[: len(pooled_maps)], outputs[len(pooled_maps) :]
+        joined = torch.cat([last, *(resized(each, last) for each in pooled)], dim=1)
+        laterals += yield from units([self.bottleneck], [joined])
+        for number in range(len(laterals) - 1, 0, -1):
+            laterals[number - 1] = laterals[number - 1] + resized(laterals[number], laterals[number - 1])
+        pyramid = yield from units(list(self.fpn_convs), laterals[:-1])  # type: ignore[arg-type]
+        first: Tensor = pyramid[0]
+        joined = torch.cat([first, *(resized(each, first) for each in [*pyramid[1:], laterals[-1]])], dim=1)
+        (fused,) = yield from units([self.fpn_bottleneck], [joined])
+        return self.conv_seg(self.dropout(fused))
+
+
+class FCNHead(nn.Module):
+    """One convolution and a classifier on the third map: it gives the auxiliary loss."""
+
+    def __init__(self, channels: int, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([ConvUnit(channels, width, 3)])
+        self.dropout = nn.Dropout2d(_DROPPED)
+        self.conv_seg = nn.Conv2d(width, num_classes, 1)
+        draw_weights(self)
+
+    def steps(self, maps: Sequence[Tensor]) -> Steps:
+        """Return logits at the size of the third map, in steps."""
+        (features,) = yield from units(list(self.convs), [maps[2]])  # type: ignore[arg-type]
+        return self.conv_seg(self.dropout(features))
+
+
+def resized(maps: Tensor, like: Tensor) -> Tensor:
+    """Resize maps bilinearly to the height and width of others."""
+    return F.interpolate(maps, size=like.shape[2:], mode="bilinear", align_corners=False)
+
+
+def draw_weights(module: nn.Module) -> None:
+    """Initialize convolutions for ReLU, and classifiers near zero."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Conv2d | nn.ConvTranspose2d):
+            if name.endswith("conv_seg"):
+                # Published for 256 channels and more. Fewer would begin with logits too small to learn from.
+                nn.init.normal_(part.weight, std=0.01 * max(1.0, _PUBLISHED_WIDTH / part.in_channels))
+                assert part.bias is not None
+                nn.init.zeros_(part.bias)
+            else:
+                nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+
+
+class LvVitNeck(nn.Module):
+    """The side layers of the published LV-ViT, under their names; maps of strides 4, 8, 16 and 16."""
+
+    def __init__(self, channels: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        self.channels = (*channels[:3], _LAST_CHANNELS)
+        scales = [stride // wanted for stride, wanted in zip(strides, _NECK_STRIDES, strict=False)]
+        for number, (width, outputs) in enumerate(zip(channels, self.channels, strict=True)):
+            layers: list[nn.Module] = []
+            if number < len(scales) and (scale := scales[number]) > 1:
+                layers.append(nn.ConvTranspose2d(width, width, scale, stride=scale, bias=False))
+                layers += [SyncBatchNorm(width), nn.ReLU(inplace=True)]
+            layers.append(nn.Conv2d(width, outputs, 1, bias=False))
+            layers += [SyncBatchNorm(outputs), nn.ReLU(inplace=True)]
+            self.add_module(f"side_layer{number + 1}", nn.Sequential(*layers))
+        draw_weights(self)
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Return four maps (batch, channels, height, width)."""
+        parts = [_side_steps(layer, each) for layer, each in zip(self.children(), maps, strict=True)]  # type: ignore[arg-type]
+        return run_together(parts)
+
+
+def _side_steps(layer: nn.Sequential, maps: Tensor) -> Steps:
+    for module in layer:
+        if isinstance(module, SyncBatchNorm):
+            (maps,) = yield [module], [maps]
+        else:
+            maps = module(maps)
+    return maps
+
+
+def padded(images: Tensor) -> Tensor:
+    """Pad normalised images at the right and the bottom with the mean colour, which is 0."""
+    # Not -side % _STRIDE, which torch.export cannot simplify where sides are dynamic.
+    below, right = ((side + _STRIDE - 1) // _STRIDE * _STRIDE - side for side in images.shape[2:])
+    return F.pad(images, (0, right, 0, below))
 
 
 class UperNet(nn.Module):
@@ -44,32 +177,28 @@ class UperNet(nn.Module):
         """Build it with fresh weights from torch's random state."""
         super().__init__()
         self.backbone = build_backbone(model)
-        self.neck = build_neck(settings.neck, self.backbone.channels, self.backbone.strides)
+        self.neck = LvVitNeck(self.backbone.channels, self.backbone.strides)
         self.decode_head = UPerHead(self.neck.channels, settings.head_width, num_classes)
         self.auxiliary_head = FCNHead(self.neck.channels[2], settings.auxiliary_width, num_classes)
 
     def training_logits(self, images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """Return logits and auxiliary logits; `seed` has 64 bits, for drop path and dropout."""
-        maps = self.neck(self.backbone(pad_to_multiple(images, _STRIDE), seed))
+        maps = self.neck(self.backbone(padded(images), seed))
         seed_torch(images.device, seed >> 1)  # dropout draws from torch's generator, which takes 63 bits
         logits, auxiliary = run_together([self.decode_head.steps(maps), self.auxiliary_head.steps(maps)])
         return logits, auxiliary
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits for evaluation, at a quarter of the padded height and width."""
-        padded = pad_to_multiple(images, _STRIDE)
-        logits: Tensor = self.decode_head(self.neck(self.backbone(padded)))
+        logits: Tensor = self.decode_head(self.neck(self.backbone(padded(images))))
         return logits
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters without weight decay."""
-        exempt = getattr(self.backbone, "no_weight_decay", set)
-        return {f"backbone.{name}" for name in exempt()}
+        return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the parameters of each layer as timm's patterns: those of the backbone, then all others."""
-        if not hasattr(self.backbone, "group_matcher"):
-            raise UserError("--layer-decay needs VOLO or LV-ViT. Drop it, or use another --model.")
         groups = {
             name: _prefixed(patterns) for name, patterns in self.backbone.group_matcher(coarse=coarse).items()
         }
@@ -87,9 +216,10 @@ def fitted_weights(
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
     """Return weights under our names, tensors of the network that stay fresh, and messages.
 
-    The weights are of such a network, from here, mmsegmentation or Hugging Face, or of a backbone alone.
+    The weights are of such a network, from here or mmsegmentation, or of a backbone alone.
     """
-    weights, messages = _renamed(given), list[str]()
+    weights = {name.replace(_THEIR_NECK, _OUR_NECK): tensor for name, tensor in given.items()}
+    messages = list[str]()
     is_whole = any(name.startswith("decode_head.") for name in weights)
     prefix = "backbone." if is_whole else ""
     body = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
@@ -97,20 +227,9 @@ def fitted_weights(
     fresh = [] if is_whole else [name for name in network.state_dict() if not name.startswith("backbone.")]
     if fresh:
         messages.append("neck and heads begin with fresh weights: these are of the backbone alone")
-    kept, of_backbone = fit_backbone(network.backbone, body, whole=not is_whole)
+    kept, of_backbone = fit_backbone(network.backbone, body)
     messages += of_backbone
     return others | {f"backbone.{name}": tensor for name, tensor in kept.items()}, fresh, messages
-
-
-def _renamed(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    renamed = {}
-    for key, tensor in given.items():
-        name = key
-        if key.startswith(("decode_head.", "auxiliary_head.", "backbone.side_layer")):
-            for theirs, ours in _RENAMED:
-                name = name.replace(theirs, ours)
-        renamed[name] = tensor
-    return renamed
 
 
 class PixelLosses(NamedTuple):
@@ -121,10 +240,10 @@ class PixelLosses(NamedTuple):
     auxiliary_loss: Tensor
 
 
-def pixel_losses(logits: Tensor, auxiliary: Tensor, labels: Tensor, auxiliary_weight: float) -> PixelLosses:
+def pixel_losses(logits: Tensor, auxiliary: Tensor, labels: Tensor) -> PixelLosses:
     """Return the losses of both heads, given labels (batch, height, width) uint8."""
     pixel_loss, auxiliary_loss = (pixel_cross_entropy(each, labels) for each in (logits, auxiliary))
-    return PixelLosses(pixel_loss + auxiliary_weight * auxiliary_loss, pixel_loss, auxiliary_loss)
+    return PixelLosses(pixel_loss + _AUXILIARY_WEIGHT * auxiliary_loss, pixel_loss, auxiliary_loss)
 
 
 def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,32 +1,29 @@
-"""Draw a training image under the grid of its label map: each cell with its most probable class."""
+"""Draw what a label map covers of its training image, each cell with its most probable class."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageEnhance, ImageOps
+from PIL import Image, ImageDraw, ImageEnhance
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.reading import decode_rgb
-from horovod_volo.monitor.pictures import BACKGROUND, TEXT, Color, load_font, palette_colors
+from horovod_volo.monitor.pictures import BACKGROUND, TEXT, load_font, palette_colors
 from horovod_volo.token_labels.geometry import MapGeometry, describe_coverage
 from horovod_volo.token_labels.keys import label_key, names_of
 from horovod_volo.token_labels.probability import probabilities
 from horovod_volo.token_labels.source import open_labels
 from horovod_volo.token_labels.store import Maps
 
-PROBABILITY = "Each cell: its most probable class, by a softmax in which logits that are not stored are 0."
 # Pixels.
-LONG_SIDE, MAX_LONG_SIDE, MIN_CELL = 900, 2000, 48  # in a smaller cell the text is not legible
+LONG_SIDE, MIN_CELL = 900, 48  # in a smaller cell the text is not legible
 MARGIN, LINE_HEIGHT, LEGEND_WIDTH = 28, 28, 400
 MAX_TINT = 0.45  # opacity of a cell's colour at probability 1
-SATURATION = 0.45  # of the image, so that the colours of the cells stand out
+_SATURATION = 0.45  # of the image, so that the colours of the cells stand out
 
 
 def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> None:
@@ -40,13 +37,11 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
         raise UserError(f"{problem}. Choose another image, or repair this one.") from None
     finally:
         source.close()
-    top, rows, columns = maps[0].shape
     header = (
-        f"{catalog.name(index)}  (image {index})",
-        f"Folder: {catalog.classes[catalog.targets[index]]}, class {catalog.targets[index]}",
-        f"Map: {rows} x {columns} cells, {top} classes each. Teacher: {source.teacher}",
+        f"{catalog.name(index)}  (image {index}, class {catalog.targets[index]})",
+        f"Teacher: {source.teacher}",
         f"A map covers {describe_coverage(source.geometry, assumed=source.geometry_assumed)}",
-        PROBABILITY,
+        "Each cell: its most probable class, by a softmax in which logits that are not stored are 0.",
     )
     figure = draw_labels(pixels, maps, source.geometry, catalog.classes, header)
     try:
@@ -73,7 +68,7 @@ def _index_of(catalog: Catalog, image: str) -> int:
 def draw_labels(
     image: Image.Image, maps: Maps, geometry: MapGeometry, classes: Sequence[str], header: Sequence[str]
 ) -> Image.Image:
-    """Draw lines of text, and an image with the most probable class of every cell of its map, and a legend.
+    """Draw lines of text, what the map covers with the most probable class of every cell, and a legend.
 
     `maps` are logits and ids (k, height, width) of `classes`.
     """
@@ -81,67 +76,36 @@ def draw_labels(
     best = stored.argmax(axis=0)[None]  # (1, height, width)
     ids, highest = (np.take_along_axis(values, best, axis=0)[0] for values in (maps[1], stored))
     colors = palette_colors(ids)
-    enlarged, area = _enlarge(image, geometry, ids.shape)
-    _draw_cells(enlarged, area, ids, highest, colors)
-    top, left = MARGIN + LINE_HEIGHT * (len(header) + 1), enlarged.width + 2 * MARGIN
-    size = (left + LEGEND_WIDTH + MARGIN, top + enlarged.height + MARGIN)
+    tint = np.array([[colors[int(kind)] for kind in row] for row in ids], dtype=np.uint8)
+
+    (covered,) = geometry.covered(np.array([[image.height, image.width]]))
+    top, left, tall, wide = (covered * np.tile([image.height, image.width], 2)).tolist()  # in pixels
+    box = (round(left), round(top), round(left + wide), round(top + tall))
+    part = image.convert("RGB").crop(box)  # black beyond the image
+    cell = np.array([tall, wide]) / ids.shape
+    scale = max(LONG_SIDE / max(tall, wide), MIN_CELL / cell.min())
+    height, width = (np.maximum(1, (cell * scale).round()) * ids.shape).astype(int).tolist()
+    faded = ImageEnhance.Color(part).enhance(_SATURATION).resize((width, height), Image.Resampling.BICUBIC)
+    cells = (Image.fromarray(each) for each in (tint, (255 * MAX_TINT * highest).round().astype(np.uint8)))
+    tinted, opacity = (each.resize(faded.size, Image.Resampling.NEAREST) for each in cells)
+
+    below = MARGIN + LINE_HEIGHT * (len(header) + 1)
+    size = (width + LEGEND_WIDTH + 3 * MARGIN, below + height + MARGIN)
     canvas = Image.new("RGB", size, BACKGROUND)
-    canvas.paste(enlarged, (MARGIN, top))
+    canvas.paste(Image.composite(tinted, faded, opacity), (MARGIN, below))
     draw, font = ImageDraw.Draw(canvas), load_font(17)
+    for row, column in np.ndindex(ids.shape):
+        x, y = ((place + 0.5) / count for place, count in ((column, ids.shape[1]), (row, ids.shape[0])))
+        text = f"{ids[row, column]}\n{100 * highest[row, column]:.0f} %"
+        place = MARGIN + x * width, below + y * height
+        draw.multiline_text(
+            place, text, "white", load_font(15), "mm", align="center", stroke_width=2, stroke_fill="black"
+        )
     for line, text in enumerate(header):
         draw.text((MARGIN, MARGIN + line * LINE_HEIGHT), text, TEXT, font)
-    for line, (number, color) in enumerate(list(colors.items())[: enlarged.height // LINE_HEIGHT]):
-        y, cells = top + line * LINE_HEIGHT, ids == number
-        mean = f"{cells.sum()} cells, {100 * highest[cells].mean():.0f} % on average"
-        draw.rectangle((left, y, left + 20, y + 20), fill=color)
-        draw.text((left + 30, y), f"{number}  {classes[number][:20]}: {mean}", TEXT, font)
+    for line, (number, color) in enumerate(list(colors.items())[: height // LINE_HEIGHT]):
+        x, y = width + 2 * MARGIN, below + line * LINE_HEIGHT
+        mean = f"{(ids == number).sum()} cells, {100 * highest[ids == number].mean():.0f} % on average"
+        draw.rectangle((x, y, x + 20, y + 20), fill=color)
+        draw.text((x + 30, y), f"{number}  {classes[number][:20]}: {mean}", TEXT, font)
     return canvas
-
-
-def _enlarge(
-    image: Image.Image, geometry: MapGeometry, grid: tuple[int, ...]
-) -> tuple[Image.Image, tuple[int, ...]]:
-    """Return the image, enlarged so that text fits its cells, and the box of the grid in it, in pixels.
-
-    Where the grid extends beyond the image, the image is padded with black, as it was for the teacher.
-    """
-    (covered,) = geometry.covered(np.array([[image.height, image.width]]))  # top, left, height, width
-    cell = covered[2:] * (image.height, image.width) / grid  # height and width before it is enlarged
-    scale = max(LONG_SIDE / max(image.size), MIN_CELL / cell.min())
-    scale = min(scale, MAX_LONG_SIDE / max(image.size))
-    width, height = (max(1, round(length * scale)) for length in image.size)
-    faded = ImageEnhance.Color(image.convert("RGB")).enhance(SATURATION)
-    enlarged = faded.resize((width, height), Image.Resampling.BICUBIC)
-    corners = np.stack([covered[:2], covered[:2] + covered[2:]]) * (height, width)
-    (top, left), (bottom, right) = corners.round().astype(int).tolist()
-    x, y = max(0, -left, right - width), max(0, -top, bottom - height)  # of the borders
-    return ImageOps.expand(enlarged, (x, y), (0, 0, 0)), (left + x, top + y, right + x, bottom + y)
-
-
-def _draw_cells(
-    image: Image.Image,
-    area: tuple[int, ...],
-    ids: NDArray[np.integer[Any]],
-    highest: NDArray[np.float32],
-    colors: Mapping[int, Color],
-) -> None:
-    """Tint each cell in the colour of its class, and write the number of the class and its probability."""
-    edges_x = np.linspace(area[0], area[2], ids.shape[1] + 1).round().astype(int).tolist()
-    edges_y = np.linspace(area[1], area[3], ids.shape[0] + 1).round().astype(int).tolist()
-    font = load_font(max(8, min(edges_x[1] - edges_x[0], edges_y[1] - edges_y[0], 60) // 3))
-    draw = ImageDraw.Draw(image, "RGBA")
-    for row, column in np.ndindex(ids.shape):
-        number, probability = int(ids[row, column]), float(highest[row, column])
-        box = (edges_x[column], edges_y[row], edges_x[column + 1] - 1, edges_y[row + 1] - 1)
-        tint = (*colors[number], round(255 * MAX_TINT * probability))
-        draw.rectangle(box, fill=tint, outline=(255, 255, 255, 110))
-        draw.multiline_text(
-            ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2),
-            f"{number}\n{100 * probability:.0f} %",
-            fill=(255, 255, 255, 255),
-            font=font,
-            anchor="mm",
-            align="center",
-            stroke_width=2,
-            stroke_fill=(0, 0, 0, 190),
-        )

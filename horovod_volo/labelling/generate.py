@@ -1,31 +1,180 @@
 """Generate token-label maps of the training images with a teacher, on any number of ranks.
 
+A teacher is a trained model. Its head is applied to each cell of the last feature map as if it were the
+feature of the entire image, so that its norms and linear layers are used as they were trained. A map covers
+the whole image, resized to the teacher's square input without keeping the aspect ratio.
+
 Shards of the store are divided among the ranks by number; ranks communicate only at the start and at the end.
-A map covers the whole image, resized to the teacher's square input without keeping the aspect ratio.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
-from horovod_volo.cluster.world import World, rank_resources
+from horovod_volo.cluster.world import RankResources, World, rank_resources
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.loader import EvalBatches
 from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.labelling.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
-from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, denormalize, load_teacher
+from horovod_volo.models.build import check_model, spec_of
+from horovod_volo.models.pretrained import load_pretrained
+from horovod_volo.models.registry import TokenModel, registered_model
+from horovod_volo.models.timm_api import VOLO
+from horovod_volo.models.weights import TIMM
 from horovod_volo.token_labels.geometry import WHOLE
 from horovod_volo.token_labels.keys import names_of
 
 Progress = Callable[[int, int], None]  # images that this rank has labelled, images it has to label
-CATALOG_FOLDER = ".catalog"
+_CATALOG_FOLDER = ".catalog"
 # With this logit a class leaves 21,841 others less than 1e-9 together, and fp16 rounds it by less than 0.008.
-HIGHEST_LOGIT = 32.0
+_HIGHEST_LOGIT = 32.0
+
+
+class TeacherChoice(NamedTuple):
+    """Which teacher labels images, and in batches of which size."""
+
+    name: str  # a model of timm or of this package, or a run folder
+    weights: str = ""  # file of them
+    pretrained: bool = False  # timm's weights
+    image_side: int = 0  # pixels; 0: the model's own
+    batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A trained model that labels cells of images."""
+
+    network: nn.Module
+    name: str  # including the image size and a digest of the weights
+    image_side: int
+    mean: tuple[float, ...]  # of training pixels from 0 to 1
+    std: tuple[float, ...]
+
+    def label(self, pixels: Tensor) -> Tensor:
+        """Return logits (images, classes, rows, columns) of pixels (images, 3, side, side) from 0 to 1."""
+        mean, std = (pixels.new_tensor(values).view(1, 3, 1, 1) for values in (self.mean, self.std))
+        with torch.inference_mode():
+            return token_logits(self.network, (pixels - mean) / std)
+
+
+def load_teacher(choice: TeacherChoice, classes: int) -> Teacher:
+    """Build a teacher of `classes` classes with its weights, on the CPU."""
+    name, weights, pretrained, image_side, _ = choice
+    is_run = Path(name).is_dir()
+    if is_run:
+        trained = load_pretrained(weights or name, image_side=image_side)
+    elif pretrained and registered_model(name) is None:
+        trained = load_pretrained(f"{TIMM}{name}", image_side=image_side)
+    else:
+        check_model(name, img_size=image_side or spec_of(name).img_size, tokens=False)
+        if not weights:
+            raise UserError(
+                f"the teacher {name} has no weights yet. Name a file of them with --teacher-weights; for a "
+                "model of timm, --teacher-pretrained takes those in its cache or fetches them."
+            )
+        trained = load_pretrained(weights, name=name, image_side=image_side)
+    if trained.num_classes != classes:
+        raise UserError(
+            f"the teacher {name} has {trained.num_classes} classes, the images have {classes} class "
+            "folders. Both must be the same: give a teacher that was trained on these."
+        )
+    digest = hashlib.sha256()
+    for tensor in trained.network.state_dict().values():
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    shown = Path(name).resolve().name if is_run else name
+    shown = f"{shown} at {trained.image_side} pixels, weights {digest.hexdigest()[:12]}"
+    return Teacher(trained.network, shown, trained.image_side, trained.mean, trained.std)
+
+
+def token_logits(network: Any, images: Tensor) -> Tensor:
+    """Return the logits (images, classes, rows, columns) of the cells of a model's feature map."""
+    grid = network.grid if isinstance(network, TokenModel) and hasattr(network, "grid") else None
+    if grid is None and not all(
+        callable(getattr(network, part, None)) for part in ("forward_features", "forward_head")
+    ):
+        raise _unsuitable(network, "it has no separate features and head")
+    features: Any = network.forward_features(images)
+    if not isinstance(features, Tensor) or features.ndim not in (3, 4):
+        raise _unsuitable(network, "its features are neither a map nor a sequence of tokens")
+    if isinstance(network, VOLO):
+        grid = tuple(network.pos_embed.shape[1:3])
+    if grid is not None:  # tokens after that of the class, for which there is a head of their own
+        head = network.head if network.aux_head is None else network.aux_head
+        logits: Tensor = head(features[:, 1:])
+    elif features.ndim == 4:
+        channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
+        maps = features if channels_last else features.permute(0, 2, 3, 1)
+        grid, cells = tuple(maps.shape[1:3]), maps.flatten(0, 2)  # (cells, channels)
+        logits = _head_logits(network, cells[:, None, None] if channels_last else cells[..., None, None])
+    else:
+        prefix = int(getattr(network, "num_prefix_tokens", 0))  # class, distillation and register tokens
+        tokens = features[:, prefix:]  # (images, rows * columns, channels)
+        grid = (math.isqrt(tokens.shape[1]),) * 2
+        if math.prod(grid) != tokens.shape[1]:
+            raise _unsuitable(network, f"its {tokens.shape[1]} tokens are not a square grid")
+        # All tokens of a sequence are the cell's, so it does not matter which of them the head uses.
+        logits = _head_logits(network, tokens.flatten(0, 1)[:, None].expand(-1, prefix + 1, -1))
+    return logits.reshape(len(features), *grid, -1).permute(0, 3, 1, 2)
+
+
+def _head_logits(network: Any, cells: Tensor) -> Tensor:
+    logits: Any = network.forward_head(cells)
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(cells):
+        raise _unsuitable(network, "its head gives no logits for a single cell")
+    return logits  # (cells, classes)
+
+
+def _unsuitable(network: nn.Module, reason: str) -> UserError:
+    return UserError(
+        f"{type(network).__name__} cannot label parts of an image: {reason}. Take a convolutional network or "
+        "a transformer over one grid of tokens as --teacher."
+    )
+
+
+class TeacherImages(EvalBatches):
+    """Images of a catalog, each resized to a square without keeping the aspect ratio, as a teacher sees them.
+
+    They are read and decoded as evaluation images are; damaged ones are left out.
+    """
+
+    def __init__(self, catalog: Catalog, image_size: int, batch: int, resources: RankResources) -> None:
+        super().__init__(
+            catalog,
+            len(catalog),
+            Data(batch_size=batch, bad_samples="skip", bad_samples_limit=len(catalog)),
+            image_size=image_size,
+            resize=lambda sizes: np.full_like(sizes, image_size),
+            rank=0,
+            size=1,
+            device=resources.device,
+            threads=resources.threads,
+        )
+
+    def pixels(self, indices: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield indices and pixels (images, 3, image_size, image_size) from 0 to 1 of what can be decoded."""
+        with closing(self.decoded(np.array(indices, dtype=np.int64))) as decoded:
+            for pending, images in decoded:
+                mean, std = (images.new_tensor(each).view(3, 1, 1) for each in (IMAGENET_MEAN, IMAGENET_STD))
+                usable = np.flatnonzero(~pending.bad)
+                if len(usable):
+                    shown = images[torch.from_numpy(usable).to(images.device)]
+                    yield pending.indices[usable].tolist(), shown * std + mean
 
 
 def generate_labels(
@@ -44,16 +193,17 @@ def generate_labels(
     resources = rank_resources(world)
     if resources.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: the logits are stored as fp16
-    world.run_on_rank_zero(lambda: check_new_store(store))
-    catalog = shared_catalog(data_dir, "train", store / CATALOG_FOLDER, world)
+    world.run_on_rank_zero(partial(check_new_store, store))
+    catalog = shared_catalog(data_dir, "train", store / _CATALOG_FOLDER, world)
     classes = len(catalog.classes)
 
     def load() -> Teacher:
         if top_k > classes:
             raise UserError(f"--top is {top_k}, but there are {classes} classes. Give at most {classes}.")
-        return load_teacher(choice, classes).on(resources.device)
+        return load_teacher(choice, classes)
 
     teacher = world.run_on_all_ranks(load)
+    teacher.network.to(resources.device)
 
     def open_store() -> LabelStoreWriter:
         # The shape of the maps is that of the logits for a blank image.
@@ -64,43 +214,37 @@ def generate_labels(
             list(names_of(catalog)),
             classes=classes,
             map_shape=(top_k, height, width),
+            shard_rows=shard_rows,
             geometry=str(WHOLE),
             teacher=teacher.name,
             catalog=catalog.digest,
-            shard_rows=shard_rows,
             generated=True,
         )
 
     writer = world.run_on_rank_zero(open_store)
     with closing(TeacherImages(catalog, teacher.image_side, choice.batch_size, resources)) as images:
-        problems = _label_shards(writer, teacher, images, top_k, world, progress)
+        problems = _label_shards(writer, teacher, images, world, progress)
     problems_by_rank = world.allgather_object(problems)
     if world.is_rank_zero:
         writer.finish()
-        shutil.rmtree(store / CATALOG_FOLDER)
-    return len(catalog), [problem for of_rank in problems_by_rank for problem in of_rank]
+        shutil.rmtree(store / _CATALOG_FOLDER)
+    return len(catalog), list(chain(*problems_by_rank))
 
 
 def _label_shards(
-    writer: LabelStoreWriter,
-    teacher: Teacher,
-    images: TeacherImages,
-    top_k: int,
-    world: World,
-    progress: Progress,
+    writer: LabelStoreWriter, teacher: Teacher, images: TeacherImages, world: World, progress: Progress
 ) -> list[str]:
     """Write the unfinished shards of this rank; return the problems of all its shards."""
     records = {number: writer.finished(number) for number in range(world.rank, writer.shards, world.size)}
     problems = [problem for record in records.values() if record for problem in record.problems]
     unfinished = [number for number, record in records.items() if record is None]
-    total, done = sum(len(writer.rows(number)) for number in unfinished), 0
+    total, done, top_k = sum(len(writer.rows(number)) for number in unfinished), 0, writer.metadata.top
     progress(done, total)
     for number in unfinished:
         rows, labelled = writer.rows(number), 0
         scores, ids = writer.empty_shard(number)
-        images.problems.clear()
-        for indices, pixels in images.batches(rows):
-            logits = teacher.label(denormalize(pixels)).float()  # (images, classes, height, width)
+        for indices, pixels in images.pixels(rows):
+            logits = teacher.label(pixels).float()  # (images, classes, height, width)
             best = centred(logits, top_k).topk(top_k, dim=1)
             shard_rows = [index - rows.start for index in indices]
             scores[shard_rows] = best.values.clamp(min=0).half().cpu().numpy()
@@ -114,11 +258,11 @@ def _label_shards(
             )
         done += len(rows)
         progress(done, total)
-        problems += writer.write(number, scores, ids, images.problems).problems
+        problems += writer.write(number, scores, ids, images.bad_samples.new_messages()).problems
     return problems
 
 
-def centred(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+def centred(logits: Tensor, top_k: int) -> Tensor:
     """Subtract from a cell's logits the log-mean-exp of those of its classes outside the top k.
 
     `logits` are (images, classes, height, width). If 0 is then taken as the logit of each class outside the
@@ -128,4 +272,4 @@ def centred(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     others = logits.scatter(1, best.indices, -torch.inf).logsumexp(dim=1, keepdim=True)
     mean = others - math.log(max(1, logits.shape[1] - top_k))
     # Without other classes, or far above them, only the differences between the top k matter.
-    return logits - torch.maximum(mean, best.values[:, :1] - HIGHEST_LOGIT)
+    return logits - torch.maximum(mean, best.values[:, :1] - _HIGHEST_LOGIT)

@@ -6,12 +6,11 @@ missing maps, which may have been repaired since.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from horovod_volo.core.atomic_file import remove_partials
-from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.process_pool import run_in_processes
 from horovod_volo.labelling.store_writer import (
@@ -29,31 +28,16 @@ from horovod_volo.token_labels.published_maps import (
     read_geometry,
     read_published_map,
 )
+from horovod_volo.token_labels.source import UNKNOWN_TEACHER
 
 Progress = Callable[[int, int], None]  # maps done, maps in all
-
-
-def published_keys(source: Path) -> tuple[list[str], int]:
-    """Return the sorted keys of all maps in a folder CLASS/IMAGE.pt, and the number of class folders."""
-    if not source.is_dir():
-        raise UserError(f"there is no folder {source}. Name the folder with CLASS/IMAGE.pt.")
-    with os.scandir(source) as entries:
-        classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    keys = []
-    for name in classes:
-        stems = sorted(path.stem for path in (source / name).iterdir() if path.suffix == ".pt")
-        keys += [f"{name}/{stem}" for stem in stems]
-    if not keys:
-        raise UserError(f"{source} has no label maps. Name the folder with CLASS/IMAGE.pt.")
-    return keys, len(classes)
 
 
 def import_labels(
     source: Path,
     folder: Path,
-    catalog: Catalog | None,
+    catalog: Catalog,
     *,
-    classes: int,
     workers: int,
     fail_on_bad_samples: bool,
     progress: Progress,
@@ -63,37 +47,32 @@ def import_labels(
 ) -> tuple[int, list[str]]:
     """Pack the maps in `source` into the store `folder`; return their number and the problems found.
 
-    With a catalog only the maps of its images are packed, in its order. `classes` 0 means as many as the
-    catalog or, without one, `source` has. With `fail_on_bad_samples`, problems leave the store unfinished, to
-    be resumed. `geometry` None means as recorded in `source`; without a record it is assumed, and `warn` is
-    called.
+    Those of a catalog's images are packed, in its order. With `fail_on_bad_samples`, problems leave the store
+    unfinished, to be resumed. `geometry` None means as recorded in `source`; without a record it is assumed,
+    and `warn` is called.
     """
     check_new_store(folder)
-    if catalog is None:
-        keys, class_folders = published_keys(source)
-    else:
-        keys, class_folders = catalog_keys(catalog), len(catalog.classes)
+    keys, classes = catalog_keys(catalog), len(catalog.classes)
     probed = (source / f"{key}.pt" for key in keys[:: max(1, len(keys) // MAPS_PROBED)])
-    map_shape = probe_map_shape(probed, classes or class_folders)
+    map_shape = probe_map_shape(probed, classes)
     geometry, assumed = (geometry, False) if geometry is not None else read_geometry(source, map_shape)
     if assumed:
         warn(assumption_warning(folder, geometry))
     writer = open_writer(
         folder,
         keys,
-        classes=classes or class_folders,
+        classes=classes,
         map_shape=map_shape,
+        shard_rows=shard_rows,
         geometry=str(geometry),
         geometry_assumed=assumed,
-        teacher="unknown",
-        catalog="" if catalog is None else catalog.digest,
-        shard_rows=shard_rows,
+        teacher=UNKNOWN_TEACHER,
+        catalog=catalog.digest,
     )
-    records = {  # of finished shards; those with missing maps may have been repaired
-        number: record
-        for number in range(writer.shards)
-        if (record := writer.finished(number)) and not (record.problems and fail_on_bad_samples)
-    }
+    finished = {number: writer.finished(number) for number in range(writer.shards)}
+    records = {number: record for number, record in finished.items() if record}
+    if fail_on_bad_samples:  # what was wrong may have been repaired
+        records = {number: record for number, record in records.items() if not record.problems}
     _import_shards(writer, source, keys, workers, records, progress)
     problems = [problem for number in range(writer.shards) for problem in records[number].problems]
     if not (problems and fail_on_bad_samples):
@@ -111,25 +90,20 @@ def _import_shards(
 ) -> None:
     """Write the shards that have no record, and add theirs."""
 
-    def report() -> None:
+    def add(found: Mapping[int, ShardRecord]) -> None:
+        records.update(found)
         progress(sum(record.shard.rows for record in records.values()), len(keys))
 
-    def add(number: int, record: ShardRecord) -> None:
-        records[number] = record
-        report()
-
-    report()
-    tasks = {
-        number: (writer, number, source, [keys[row] for row in writer.rows(number)])
-        for number in range(writer.shards)
-        if number not in records
-    }
+    add({})
+    missing = [number for number in range(writer.shards) if number not in records]
+    rows = {number: writer.rows(number) for number in missing}
+    tasks = {number: (writer, number, source, keys[each.start : each.stop]) for number, each in rows.items()}
     if workers == 1 or len(tasks) < 2:
         for number, task in tasks.items():
-            add(number, import_shard(*task))
+            add({number: import_shard(*task)})
         return
     try:
-        run_in_processes(import_shard, tasks, workers, add)
+        run_in_processes(import_shard, tasks, workers, lambda number, record: add({number: record}))
     finally:
         remove_partials(writer.folder)  # of workers that were killed
 
@@ -137,18 +111,10 @@ def _import_shards(
 def import_shard(writer: LabelStoreWriter, number: int, source: Path, keys: Sequence[str]) -> ShardRecord:
     """Read the maps of one shard and write it."""
     scores, ids = writer.empty_shard(number)
-    problems = []
+    expected, problems = (writer.metadata.classes, writer.metadata.map_shape), list[str]()
     for row, key in enumerate(keys):
-        path = source / f"{key}.pt"
         try:
-            maps = read_published_map(path, writer.metadata.classes)
-            if maps[0].shape != writer.metadata.map_shape:
-                raise BadSampleError(
-                    f"the label map {path} has the shape {maps[0].shape}, the others have "
-                    f"{writer.metadata.map_shape}"
-                )
+            scores[row], ids[row] = read_published_map(source / f"{key}.pt", *expected)
         except BadSampleError as problem:
             problems.append(str(problem))
-        else:
-            scores[row], ids[row] = maps
     return writer.write(number, scores, ids, problems)

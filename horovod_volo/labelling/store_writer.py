@@ -37,6 +37,9 @@ from horovod_volo.token_labels.store import (
 
 SHARD_ROWS = 8192
 
+Scores = NDArray[np.float16]  # (rows, k, height, width)
+Ids = NDArray[np.integer[Any]]  # likewise
+
 
 @dataclass(frozen=True)
 class ShardRecord:
@@ -63,29 +66,23 @@ class LabelStoreWriter:
         first = number * self.metadata.shard_rows
         return range(first, min(first + self.metadata.shard_rows, self.metadata.maps))
 
-    def empty_shard(self, number: int) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
+    def empty_shard(self, number: int) -> tuple[Scores, Ids]:
         """Return a shard's logits and class numbers, with NO_CLASS in every row."""
         shape = (len(self.rows(number)), *self.metadata.map_shape)  # (rows, k, height, width)
         return np.zeros(shape, np.float16), np.full(shape, NO_CLASS, np.dtype(self.metadata.ids))
 
-    def write(
-        self,
-        number: int,
-        scores: NDArray[np.float16],
-        ids: NDArray[np.integer[Any]],
-        problems: Sequence[str],
-    ) -> ShardRecord:
+    def write(self, number: int, scores: Scores, ids: Ids, problems: Sequence[str]) -> ShardRecord:
         """Write a shard atomically, then its record."""
         content = save({"scores": scores, "ids": ids})
         name = f"maps-{number:05}.safetensors"
         missing = int((ids[:, 0, 0, 0] == NO_CLASS).sum())
         shard = Shard(name, self.rows(number).start, len(ids), missing, hashlib.sha256(content).hexdigest())
         record = ShardRecord(shard, tuple(problems))
+        written = json.dumps(asdict(record), indent=1).encode()
         try:
-            with atomic_write(self.folder / name) as file:
-                file.write(content)
-            with atomic_write(self._record_path(number)) as file:
-                file.write(json.dumps(asdict(record), indent=1).encode())
+            for path, part in ((self.folder / name, content), (self._record_path(number), written)):
+                with atomic_write(path) as file:
+                    file.write(part)
         except OSError as error:
             raise UserError(
                 f"{self.folder / name} cannot be written: {error}. Free disk space, then run the same "
@@ -125,14 +122,13 @@ def open_writer(
     *,
     classes: int,
     map_shape: tuple[int, int, int],
-    geometry: str,
-    teacher: str,
-    catalog: str,
     shard_rows: int = SHARD_ROWS,
-    geometry_assumed: bool = False,
-    generated: bool = False,
+    **provenance: Any,
 ) -> LabelStoreWriter:
-    """Start a store with these keys, or resume an unfinished one that is equal; one process calls this."""
+    """Start a store with these keys, or resume an unfinished one that is equal; one process calls this.
+
+    `provenance` are the fields of StoreMetadata that tell where the maps are from.
+    """
     content = encode_keys(keys)
     if content.count(b"\n") != len(keys):
         raise UserError("the name of a class or an image contains a line break. Rename it.")
@@ -144,24 +140,24 @@ def open_writer(
         height=map_shape[1],
         width=map_shape[2],
         ids=ids_type(classes),
-        geometry=geometry,
-        teacher=teacher,
         keys=hashlib.sha256(content).hexdigest(),
-        catalog=catalog,
         shard_rows=shard_rows,
         shards=(),
-        geometry_assumed=geometry_assumed,
-        generated=generated,
+        **provenance,
     )
-    check_new_store(folder)
     if is_unfinished(folder):
-        _check_same_metadata(folder, metadata)
+        before, now = asdict(read_metadata(folder / UNFINISHED_FILE)), asdict(metadata)
+        changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
+        if changed:
+            raise UserError(
+                f"{folder} holds an unfinished store with other metadata ({'; '.join(changed)}). Run the "
+                "command that started it to resume it, or remove the folder to start again."
+            )
         return LabelStoreWriter(folder, metadata)
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / KEYS_FILE) as file:
-        file.write(content)
-    with atomic_write(folder / UNFINISHED_FILE) as file:
-        file.write(metadata.to_json())
+    for name, written in ((KEYS_FILE, content), (UNFINISHED_FILE, metadata.to_json())):
+        with atomic_write(folder / name) as file:
+            file.write(written)
     return LabelStoreWriter(folder, metadata)
 
 
@@ -171,20 +167,12 @@ def check_new_store(folder: Path) -> None:
         raise UserError(
             f"{folder} is already a complete label store. Remove it first, or name another folder."
         )
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file. Name a folder for the store.")
-    if not folder.is_dir() or is_unfinished(folder):
+    if is_unfinished(folder) or not folder.exists():
         return
     # Temporary files of killed processes have names that start with a dot.
-    if any(entry.name != KEYS_FILE and not entry.name.startswith(".") for entry in folder.iterdir()):
-        raise UserError(f"{folder} holds other files. Name a folder that is empty or does not exist yet.")
-
-
-def _check_same_metadata(folder: Path, metadata: StoreMetadata) -> None:
-    before, now = asdict(read_metadata(folder / UNFINISHED_FILE)), asdict(metadata)
-    changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
-    if changed:
+    if not folder.is_dir() or any(
+        entry.name != KEYS_FILE and not entry.name.startswith(".") for entry in folder.iterdir()
+    ):
         raise UserError(
-            f"{folder} holds an unfinished store with other metadata ({'; '.join(changed)}). Run the command "
-            "that started it to resume it, or remove the folder to start again."
+            f"{folder} is a file, or holds other files. Name a folder that is empty or does not exist yet."
         )

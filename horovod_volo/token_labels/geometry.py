@@ -77,14 +77,13 @@ def describe_coverage(geometry: MapGeometry, *, assumed: bool) -> str:
 
 
 def assumption_warning(folder: object, geometry: MapGeometry) -> str:
-    """Return a warning that the geometry of the maps in `folder` is assumed, why, and how to verify it."""
+    """Return a warning that the geometry of the maps in `folder` is assumed, why, and how to state it."""
     reason = (
         "the published generator labels this crop, and the files do not record what they cover"
         if geometry.resize
         else "maps of a centre crop are square, and these are not"
     )
     return (
-        f"a label map in {folder} is assumed to cover {geometry.description}: {reason}. Verify it "
-        f"with tools/labels verify {folder} --data DATA_DIR --teacher NAME; state it with --map-geometry "
-        f"whole or {CENTRE_CROP}:RESIZE:SIZE"
+        f"a label map in {folder} is assumed to cover {geometry.description}: {reason}. State it with "
+        f"--map-geometry whole or {CENTRE_CROP}:RESIZE:SIZE"
     )

@@ -48,13 +48,7 @@ class PublishedMaps:
 
     def read(self, index: int) -> tuple[Scores, Ids]:
         """Return the logits and class numbers of an image, (k, height, width) each."""
-        path = self._path(index)
-        scores, ids = read_published_map(path, len(self._catalog.classes))
-        if scores.shape != self.map_shape:
-            raise BadSampleError(
-                f"the label map {path} has the shape {scores.shape}, the others have {self.map_shape}"
-            )
-        return scores, ids
+        return read_published_map(self._path(index), len(self._catalog.classes), self.map_shape)
 
     def close(self) -> None:
         """Do nothing: no file stays open between reads."""
@@ -109,8 +103,13 @@ def probe_map_shape(paths: Iterable[str | Path], classes: int) -> tuple[int, int
     )
 
 
-def read_published_map(path: str | Path, classes: int) -> tuple[Scores, Ids]:
-    """Read one file; raise BadSampleError unless it holds logits and class numbers below `classes`."""
+def read_published_map(
+    path: str | Path, classes: int, map_shape: tuple[int, int, int] | None = None
+) -> tuple[Scores, Ids]:
+    """Read one file; raise BadSampleError unless it holds logits and class numbers below `classes`.
+
+    They must have this shape, if one is given.
+    """
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
@@ -129,6 +128,10 @@ def read_published_map(path: str | Path, classes: int) -> tuple[Scores, Ids]:
         raise BadSampleError(
             f"the label map {path} stores class numbers from {exact:.0f} on in {stored.dtype}, which rounds "
             "them: generate it again"
+        )
+    if map_shape is not None and scores.shape != map_shape:
+        raise BadSampleError(
+            f"the label map {path} has the shape {scores.shape}, the others have {map_shape}"
         )
     return scores, ids
 

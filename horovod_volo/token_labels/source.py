@@ -66,8 +66,7 @@ def map_warnings(folder: str, source: LabelSource) -> list[str]:
     if source.teacher != UNKNOWN_TEACHER and not source.generated:
         found.append(
             f"an earlier version generated the maps in {folder}, so their logits may not be centred: "
-            f"tools/labels verify {folder} --data DATA_DIR --teacher NAME, with their teacher "
-            f"{source.teacher}, tells whether they are; or generate them again"
+            f"generate them again with their teacher, {source.teacher}"
         )
     return found
 

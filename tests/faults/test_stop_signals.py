@@ -106,13 +106,17 @@ def test_workers_that_are_starting_print_nothing(folder, tmp_path):
 
 def test_an_import_of_labels_ends_with_its_workers(folder, tmp_path):
     published = tmp_path / "published"
-    for name in ("a", "b", "c"):  # three shards, which are written one image at a time
+    map = next((folder / "demo" / "token_labels" / "star").iterdir())
+    image = next((folder / "demo" / "train" / "star").iterdir())
+    for name in "abcdefghij":  # three shards, which are written one image at a time
         (published / name).mkdir(parents=True)
-        map = next((folder / "demo" / "token_labels" / "star").iterdir())
-        for image in range(8000):
-            os.link(map, published / name / f"{image}.pt")
+        (tmp_path / "images" / "train" / name).mkdir(parents=True)
+        for number in range(2400):
+            os.link(map, published / name / f"{number}.pt")
+            os.link(image, tmp_path / "images" / "train" / name / f"{number}.jpg")
     store = tmp_path / "store"
-    arguments = ["horovod_volo.labels", "import", published, store, "--classes", "10", "--workers", "2"]
+    arguments = ["horovod_volo.labels", "import", published, store, "--data", tmp_path / "images"]
+    arguments += ["--workers", "2"]
     status, lines, seconds = stop(arguments, signal.SIGTERM, lambda: (store / "making.json").exists())
     assert status == 143
     assert lines[-1].startswith("SIGTERM: stopped; the same command resumes")

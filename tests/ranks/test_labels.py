@@ -17,8 +17,7 @@ import torch
 
 from horovod_volo.cluster.world import World
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.labelling.generate import generate_labels
-from horovod_volo.labelling.teacher import TeacherChoice
+from horovod_volo.labelling.generate import TeacherChoice, generate_labels
 from horovod_volo.labels import main
 from horovod_volo.models.build import build_model
 from tests.ranks.launching import alone, launcher, on_ranks, python, run

@@ -17,7 +17,7 @@ from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
 from horovod_volo.dense.mean_iou import logits_of
-from horovod_volo.dense.trained import DENSE_TASKS, TrainedDense, load_dense
+from horovod_volo.dense.trained import TrainedDense, dense_task, load_dense
 from horovod_volo.models.timm_export import fixed_images
 from horovod_volo.models.weights_header import header_of
 from horovod_volo.monitor.pictures import class_colors
@@ -32,7 +32,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("runs") / request.param
     config = parse(["--recipe", f"{request.param}_demo", "--img-size", "64"]).config
     torch.manual_seed(0)
-    network = DENSE_TASKS[request.param].build(config, CLASSES[request.param]).module
+    network = dense_task(request.param).build(config, CLASSES[request.param]).module
     (folder / "checkpoints" / "last").mkdir(parents=True)
     weights = folder / "checkpoints" / "last" / "model.safetensors"
     save_file(network.state_dict(), weights, metadata=header_of(NAMES[request.param]))
@@ -112,7 +112,7 @@ def test_the_state_dict_names_the_classes_and_can_be_finetuned(trained: Path, ex
     meta, names = torch.load(file, weights_only=True)["meta"], NAMES["segmentation"]
     assert list(meta["dataset_meta"]["classes"]) == list(meta["CLASSES"]) == list(meta["classes"]) == names
     assert meta["dataset_meta"]["palette"] == meta["PALETTE"] == class_colors()[:7].tolist()
-    task = DENSE_TASKS["segmentation"]
+    task = dense_task("segmentation")
     config = parse(["--recipe", "segmentation_demo", "--img-size", "64", "--finetune", str(file)]).config
     torch.manual_seed(1)
     built = task.build(config, 7)

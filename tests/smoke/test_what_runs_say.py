@@ -38,7 +38,7 @@ def test_a_folder_of_classes_is_all_that_training_needs(
 def test_a_run_logs_the_geometry_of_published_maps(
     demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Published maps record no geometry: that one is assumed is a warning, with what verifies it."""
+    """Published maps record no geometry: that one is assumed is a warning, with what states it."""
     maps = shutil.copytree(demo_set / "token_labels", tmp_path / "maps")
     (maps / "map_geometry.txt").unlink()
     for number, (flags, geometry) in enumerate(
@@ -53,4 +53,4 @@ def test_a_run_logs_the_geometry_of_published_maps(
         assert f"token labels from {maps} ({geometry})" in result.output
         warnings = [line for line in result.lines if line.startswith("   warning  ") and "label map" in line]
         assert len(warnings) == (not flags)
-        assert all(f"tools/labels verify {maps} --data DATA_DIR --teacher NAME" in line for line in warnings)
+        assert all("State it with --map-geometry" in line for line in warnings)

@@ -13,7 +13,7 @@ from PIL import Image
 
 from horovod_volo.cluster.world import World
 from horovod_volo.data.image_decoder import Normalization
-from horovod_volo.dense.task import RankContext
+from horovod_volo.dense.dense_batches import RankContext
 from horovod_volo.models.precision import autocast
 
 CATEGORIES = ({"id": 90, "name": "toothbrush"}, {"id": 1, "name": "person"}, {"id": 18, "name": "dog"})

@@ -11,7 +11,6 @@ from schema_examples import FIELDS, examples, recipe_of
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import RECIPES, assemble, dump, load_recipe, recipe_names
-from horovod_volo.config.update_settings import Update
 from horovod_volo.config.validation import check, config_warnings
 from horovod_volo.core.errors import UserError
 
@@ -80,10 +79,10 @@ def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str,
 
 
 def test_settings_that_were_removed_may_have_the_value_that_changes_nothing(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, '[objective]\nclass_weights = ""\n[update]\ncycle_up = 0.45\n')
-    assert parse(["--recipe", recipe]).config.update == Update()
+    old = '[objective]\nclass_weights = ""\n[detection]\nhue = 9\nsaturation_range = [0.5, 1.5]\n'
+    assert parse(["--recipe", recipe_of(tmp_path, old)]).config.detection.hue == 9
     with pytest.raises(UserError, match="unknown key 'class_weights'"):
-        parse(["--recipe", recipe_of(tmp_path, '[objective]\nclass_weights = "balanced"\n')])
+        parse(["--recipe", recipe_of(tmp_path, old.replace('""', '"balanced"'))])
 
 
 @pytest.mark.parametrize(

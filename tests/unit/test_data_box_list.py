@@ -1,4 +1,4 @@
-"""Annotations in COCO's form: their oddities, the mapped arrays, and what is refused."""
+"""Annotations in COCO's form: their oddities, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from box_samples import CATEGORIES, annotation, image, write_coco
 
 from horovod_volo.core.errors import BadSampleError, UserError
-from horovod_volo.dense import annotations as annotations_module
-from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes, open_boxes, read_sized
+from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes, read_sized
 
 IMAGES = [image(70, 64, 48), image(7, 50, 60), image(9, 40, 40), image(8, 30, 30)]
 BOXES = [
@@ -25,8 +24,8 @@ BOXES = [
 ]
 
 
-def listed(root: Path, cache: Path | None = None, split: Any = "train") -> BoxList:
-    return list_boxes(find_boxes(root, split), cache)
+def listed(root: Path, split: Any = "train") -> BoxList:
+    return list_boxes(root, split)
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def coco(tmp_path: Path) -> Path:
 
 def test_images_ascend_with_their_ids_and_classes_with_their_categories(coco: Path) -> None:
     images = listed(coco)
-    arrays = images.annotations.arrays
+    arrays = images.annotations
     assert arrays.image_ids.tolist() == [7, 8, 9, 70]
     assert images.classes == ("person", "dog", "toothbrush")
     assert images.annotations.category_ids == (1, 18, 90)
@@ -58,52 +57,7 @@ def test_crowds_and_slivers_are_not_learned_and_boxes_are_cut_to_the_image(coco:
     learned = images.without_empty()
     assert [learned.name(index) for index in range(len(learned))] == [images.name(0), images.name(3)]
     assert learned.boxes_to_learn(1).boxes.tolist() == [[60, 40, 64, 48]]
-    assert learned.digest != images.digest
-
-
-def test_the_arrays_are_read_from_json_once(
-    coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "cache"
-    first = listed(coco, cache)
-    assert isinstance(first.annotations.arrays.boxes, np.memmap)
-    assert first.digest == listed(coco).digest
-    folder = first.annotations.folder
-    assert folder is not None
-    other = open_boxes(first.files, folder)
-    assert (other.digest, other.classes) == (first.digest, first.classes)
-    (folder / "classes.npy").write_bytes((folder / "classes.npy").read_bytes()[:-2] + b"\1\0")  # damaged
-    assert listed(coco, cache).annotations.arrays.classes.tolist() == [0, 1, 1, 0, 0, 2]
-    monkeypatch.setattr(annotations_module, "parse_annotations", lambda path: pytest.fail(str(path)))
-    assert listed(coco, cache).digest == first.digest
-
-
-def test_what_another_run_has_mapped_is_not_deleted(
-    coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another run that shares the folder may have the arrays mapped, or be about to map them."""
-    cache = tmp_path / "cache"
-    parse = annotations_module.parse_annotations
-    mapped = dict[int, Path]()
-
-    def parse_while_another_run_does(path: Path) -> annotations_module.Annotations:
-        monkeypatch.setattr(annotations_module, "parse_annotations", parse)
-        assert isinstance(listed(coco, cache).annotations.arrays.boxes, np.memmap)
-        mapped.update(files())
-        return parse(path)
-
-    def files() -> dict[int, Path]:
-        return {path.stat().st_ino: path for path in cache.rglob("*.npy")}
-
-    monkeypatch.setattr(annotations_module, "parse_annotations", parse_while_another_run_does)
-    images = listed(coco, cache)
-    assert files() == mapped
-    folder = images.annotations.folder
-    assert folder is not None
-    (folder / "classes.npy").write_bytes(b"")  # damaged, as after a power failure
-    assert listed(coco, cache).digest == images.digest
-    assert files().keys() > mapped.keys()
-    assert not list(cache.glob("*partial*"))
+    assert learned.digest != images.digest == listed(coco).digest
 
 
 def test_own_boxes_lie_beside_the_images(tmp_path: Path) -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_image import CLASSES, GRID, SHAPES, draw_demo_image
 from horovod_volo.demo.demo_set import main, make_demo_set, token_label
-
-Array = NDArray[Any]
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -158,33 +154,3 @@ def test_a_mirrored_object_is_still_one_of_its_class(name: str) -> None:
     if name != "spiral":
         own_mirrors = [inside[:, ::-1], inside[::-1]]
         assert min(np.mean(inside != mirrored) for mirrored in own_mirrors) < 0.005
-
-
-# Only shapes predict the class.
-
-
-def linear_accuracy(features: Array, targets: Array) -> float:
-    """Return the held-out accuracy, in percent, of the best of several ridge regressions."""
-    features = (features - features.mean(0)) / (features.std(0) + 1e-9)
-    features = np.concatenate([features, np.ones((len(features), 1))], axis=1)  # (images, features + 1)
-    fitted, held_out = slice(0, 1200), slice(1200, None)
-    one_hot = np.eye(len(CLASSES))[targets[fitted]]  # (1200, classes)
-    accuracies = []
-    for ridge in (1, 30, 1000, 30000):
-        gram = features[fitted].T @ features[fitted] + ridge * np.eye(features.shape[1])
-        weights = np.linalg.solve(gram, features[fitted].T @ one_hot)
-        guesses = (features[held_out] @ weights).argmax(1)
-        accuracies.append(100 * float(np.mean(guesses == targets[held_out])))
-    return max(accuracies)
-
-
-def test_neither_colours_nor_a_linear_model_of_thumbnails_predict_the_class() -> None:
-    targets = np.arange(1600) % len(CLASSES)
-    images = [
-        draw_demo_image(CLASSES[target], np.random.default_rng((11, number)), image_side=80).image
-        for number, target in enumerate(targets)
-    ]
-    pixels = [np.asarray(image, float).reshape(-1, 3) for image in images]
-    assert linear_accuracy(np.stack([np.concatenate([p.mean(0), p.var(0)]) for p in pixels]), targets) < 25
-    small = [np.asarray(image.convert("L").resize((16, 16)), float).ravel() for image in images]
-    assert linear_accuracy(np.stack(small), targets) < 45

@@ -30,7 +30,7 @@ from horovod_volo.data.image_decoder import (
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.demo.scene_set import make_scene_set
-from horovod_volo.dense.box_list import find_boxes, list_boxes
+from horovod_volo.dense.box_list import list_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader
 from horovod_volo.dense.scene_list import find_layout, list_scenes
 from horovod_volo.dense.scene_loader import SceneTrainLoader
@@ -128,7 +128,7 @@ def test_scenes_and_boxes(tmp_path: Path) -> None:
         alone = (ORDER, rank_alone(IMAGENET_NORMALIZATION))
         plain = Segmentation(scene_size=(160.0, 80.0), photometric=False)
         scenes = SceneTrainLoader(list_scenes(root, find_layout(root), "train"), data, plain, 64, *alone)
-        listed = list_boxes(find_boxes(root, "train"), None)
+        listed = list_boxes(root, "train")
         boxes = BoxTrainLoader(listed, data, Detection(), SIDE, *alone)
         with closing(scenes), closing(boxes):
             images.append([torch.cat([b.images for b in each.batches(0, 0)]) for each in (scenes, boxes)])

@@ -71,7 +71,7 @@ def test_published_maps_are_assumed_to_be_centre_crops(tmp_path, catalog):
     assert (maps.geometry, maps.geometry_assumed) == (PUBLISHED, True)
     (warning,) = map_warnings(folder, maps)
     assert "assumed to cover the image's centre crop (centre-crop:576:576): the published" in warning
-    assert f"tools/labels verify {folder} --data DATA_DIR --teacher NAME" in warning
+    assert "State it with --map-geometry" in warning
     stated = open_labels(folder, catalog, None, WHOLE)
     assert (stated.geometry, map_warnings(folder, stated)) == (WHOLE, [])
 
@@ -100,7 +100,7 @@ def test_a_folder_may_record_the_geometry(tmp_path, catalog):
 
 def import_maps(arguments, capsys):
     """Import maps; return the recorded metadata and the output on stderr."""
-    assert main(["import", "maps", "s", "--workers", "1", *arguments]) == 0
+    assert main(["import", "maps", "s", "--data", ".", "--workers", "1", *arguments]) == 0
     return json.loads(Path("s/store.json").read_text()), capsys.readouterr().err
 
 

@@ -12,17 +12,17 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.labelling.import_maps import import_labels
 from horovod_volo.labels import main
+from horovod_volo.token_labels.geometry import MapGeometry
 from horovod_volo.token_labels.published_maps import PublishedMaps
 from horovod_volo.token_labels.store import LabelStore
 
 NAMES = tuple(f"{name}/{number}.x.jpg" for name in "abc" for number in range(4))
 
 
-def run_import(source: Path, store: Path, catalog: Catalog | None = None, **changed):
+def run_import(source: Path, store: Path, catalog: Catalog, **changed):
     """Import with four maps per shard; return the problems and the calls of `progress`."""
     calls = []
     options = {
-        "classes": 0,
         "workers": 1,
         "fail_on_bad_samples": True,
         "shard_rows": 4,
@@ -45,19 +45,18 @@ def source(tmp_path, catalog):
     return publish(tmp_path / "maps", catalog)
 
 
-@pytest.mark.parametrize(("keys_from", "workers"), [("files", 1), ("catalog", 2)])
-def test_the_store_contains_the_maps_of_the_files(tmp_path, catalog, source, keys_from, workers):
-    of_images = catalog if keys_from == "catalog" else None
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_store_contains_the_maps_of_the_images(tmp_path, catalog, source, workers):
     save(published_map(classes=3), source / "a" / "no_image.pt")
-    assert run_import(source, tmp_path / "s", of_images, workers=workers)[0] == []
+    assert run_import(source, tmp_path / "s", catalog, workers=workers)[0] == []
     published, store = PublishedMaps(source, catalog), LabelStore(tmp_path / "s", catalog, None)
-    assert store.metadata.catalog == (catalog.digest if of_images else "")
+    assert store.metadata.catalog == catalog.digest
     assert store.map_shape == published.map_shape
     for index in range(len(catalog)):
         for ours, theirs in zip(store.read(index), published.read(index), strict=True):
             assert np.array_equal(ours, theirs)
-    assert ("no_image" in (tmp_path / "s" / "keys.txt").read_text()) == (of_images is None)
-    shards = [f"maps-0000{number}.safetensors" for number in range(3 + (of_images is None))]
+    assert "no_image" not in (tmp_path / "s" / "keys.txt").read_text()
+    shards = [f"maps-0000{number}.safetensors" for number in range(3)]
     left = sorted(path.name for path in (tmp_path / "s").iterdir())
     assert left == ["keys.txt", *shards, "store.json"]
 
@@ -109,23 +108,21 @@ def test_a_damaged_shard_is_written_again(tmp_path, catalog, source):
 def test_an_import_with_other_settings_does_not_resume(tmp_path, catalog, source):
     (source / "c" / "3.pt").write_bytes(b"")
     run_import(source, tmp_path / "s", catalog)
-    with pytest.raises(UserError, match=r"unfinished store with other metadata .*classes was 3, is 900"):
-        run_import(source, tmp_path / "s", catalog, classes=900)
+    with pytest.raises(UserError, match=r"with other metadata .*geometry was whole, is centre-crop:9:9"):
+        run_import(source, tmp_path / "s", catalog, geometry=MapGeometry(9, 9))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["import", "nowhere", "s"], "no folder nowhere"),
-        (["import", "empty", "s"], "empty has no label maps"),
-        (["import", "maps", "maps"], "maps holds other files"),
+        (["import", "nowhere", "s", "--data", "."], "there is no label map nowhere/a/0.pt"),
+        (["import", "maps", "maps", "--data", "."], "maps is a file, or holds other files"),
         (["verify", "maps"], "maps/store.json"),
         (["show", "maps", ".", "a/77", "x.png"], "no image a/77. Give CLASS/IMAGE"),
         (["show", "maps", ".", "12", "x.png"], "or an index from 0 to 11"),
     ],
 )
 def test_user_errors_are_one_message(tmp_path, catalog, source, arguments, message, monkeypatch, capsys):
-    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
@@ -143,5 +140,5 @@ def test_the_command_lists_maps_that_cannot_be_used(tmp_path, catalog, source, m
     metadata = LabelStore(tmp_path / "s", catalog, None).metadata
     assert metadata.classes == 3
     assert sum(shard.missing for shard in metadata.shards) == 1
-    assert main(["import", "maps", "s"]) == 2
+    assert main(["import", "maps", "s", "--data", "."]) == 2
     assert "complete label store" in capsys.readouterr().err

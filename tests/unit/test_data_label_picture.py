@@ -15,28 +15,29 @@ from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
 
 
 @pytest.mark.parametrize(
-    ("geometry", "left", "width", "border"),
+    ("geometry", "height", "dark"),
     [
-        (WHOLE, 0, 900, 0),
-        (MapGeometry(576, 576), 225, 450, 0),
-        (MapGeometry(256, 128), 337.5, 225, -112.5),
-        (MapGeometry(100, 150), 112.5, 675, 112.5),  # a square taller than the image
+        (WHOLE, 450, [(0, 0), (1, 0)]),
+        (MapGeometry(576, 576), 900, []),
+        (MapGeometry(256, 128), 900, []),
+        (MapGeometry(100, 150), 900, [(0, 0), (1, 0), (0, 1), (0, 2)]),  # taller than the image
     ],
 )
-def test_cells_have_the_colour_of_their_class(geometry, left, width, border):
+def test_cells_have_the_colour_of_their_class(geometry, height, dark):
+    """The left quarter of the image is black, and what is beyond it."""
     ids = np.array([[[4, 4, 7], [4, 2, 2]], [[1, 1, 1], [1, 1, 1]]], np.int16)  # (k, rows, columns)
     scores = np.zeros(ids.shape, np.float16)
     scores[0] = 99
-    classes = [f"class {number}" for number in range(10)]
-    picture = draw_labels(Image.new("RGB", (600, 300), "white"), (scores, ids), geometry, classes, ("title",))
-    # The image is enlarged to 900 x 450; a cell is seen inside its outline, beside its text.
-    top = picture.height - MARGIN + min(0, border) - (450 + 2 * border)
+    image = Image.new("RGB", (600, 300), "white")
+    image.paste("black", (0, 0, 150, 300))
+    picture = draw_labels(image, (scores, ids), geometry, [f"class {n}" for n in range(10)], ("title",))
     color = {4: PALETTE[0], 2: PALETTE[1], 7: PALETTE[2]}
     for row, column in np.ndindex(2, 3):
-        place = (MARGIN + left + column * width / 3 + 3, top + row * (450 + 2 * border) / 2 + 3)
-        white = 0 if border > 0 and row == 0 else 255  # the border is black
-        expected = [white + MAX_TINT * (part - white) for part in color[ids[0, row, column]]]
-        assert picture.getpixel(tuple(map(round, place))) == pytest.approx(expected, abs=2), (row, column)
+        below = 12 - height + row * height // 2  # in a cell's corner, beside its text
+        shown = picture.getpixel((MARGIN + 12 + column * 300, picture.height - MARGIN + below))
+        light = 0 if (row, column) in dark else 255
+        expected = [light + MAX_TINT * (part - light) for part in color[ids[0, row, column]]]
+        assert shown == pytest.approx(expected, abs=2), (row, column)
 
 
 def test_the_command_finds_an_image_by_index_or_name(tmp_path, capsys):

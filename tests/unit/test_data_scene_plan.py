@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from box_samples import kolmogorov, rank_alone
 from numpy.typing import NDArray
@@ -19,8 +18,9 @@ from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.ordered_batches import OrderOfRank
+from horovod_volo.dense.dense_batches import DenseBatch
 from horovod_volo.dense.scene_list import SceneList, find_layout, list_scenes
-from horovod_volo.dense.scene_loader import Distortion, SceneBatch, ScenePlan, SceneTrainLoader, draw_plan
+from horovod_volo.dense.scene_loader import Distortion, ScenePlan, SceneTrainLoader, draw_plan
 
 SETTINGS = Segmentation(scene_size=(256.0, 64.0), photometric=False)
 CROP = 64
@@ -52,7 +52,7 @@ def write_scenes(folder: Path, sizes: list[tuple[int, int]]) -> SceneList:
     return list_scenes(folder, find_layout(folder), "train")
 
 
-def batches(scenes: SceneList, settings: Segmentation, epochs: int = 1, **changes: Any) -> list[SceneBatch]:
+def batches(scenes: SceneList, settings: Segmentation, epochs: int = 1, **changes: Any) -> list[DenseBatch]:
     order = {"seed": 3, "rank": 0, "size": 1, "accumulation": 1} | changes
     plain = Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     loader = SceneTrainLoader(
@@ -62,14 +62,13 @@ def batches(scenes: SceneList, settings: Segmentation, epochs: int = 1, **change
         return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
 
 
-@pytest.mark.parametrize("mask_resize", ["centre", "opencv"])
-def test_image_and_mask_agree_to_a_pixel(tmp_path: Path, mask_resize: Any) -> None:
+def test_image_and_mask_agree_to_a_pixel(tmp_path: Path) -> None:
     """More than a pixel from the edges of painted rectangles, colours are next to those of their classes."""
     scenes = write_scenes(tmp_path, [(40, 90), (97, 61), (130, 200), (64, 64)] * 2)
-    found = batches(scenes, replace(SETTINGS, mask_resize=mask_resize), epochs=5)
+    found = batches(scenes, SETTINGS, epochs=5)
     compared = 0
     for batch in found:
-        for image, mask in zip(batch.images, batch.masks, strict=True):
+        for image, mask in zip(batch.images, *batch.targets, strict=True):
             windows = torch.nn.functional.unfold(mask[None, None].float(), 3, padding=1).view(9, CROP, CROP)
             inner = (windows == mask).all(dim=0) & (mask != IGNORED)
             distances = (image[None] - COLORS.view(-1, 3, 1, 1) / 255).square().sum(dim=1)
@@ -85,7 +84,7 @@ def test_a_batch_is_a_function_of_seed_epoch_and_step(tmp_path: Path) -> None:
     first, again, other = (batches(scenes, settings, seed=seed) for seed in (1, 1, 2))
     for one, two, three in zip(first, again, other, strict=True):
         assert torch.equal(one.images, two.images)
-        assert torch.equal(one.masks, two.masks)
+        assert torch.equal(*one.targets, *two.targets)
         assert not torch.equal(one.images, three.images)
     # Two ranks see what one would have seen.
     of_ranks = [batches(scenes, settings, seed=1, rank=rank, size=2) for rank in (0, 1)]
@@ -98,16 +97,14 @@ def test_a_batch_is_a_function_of_seed_epoch_and_step(tmp_path: Path) -> None:
 
 
 def test_masks_take_the_nearest_pixel() -> None:
-    """As torch's two rules, which are those of DALI and of OpenCV."""
+    """As torch's rule, which is that of DALI."""
     random = np.random.default_rng(0)
     mask = random.integers(0, 255, (37, 53), dtype=np.uint8)
     for scaled in ((91, 20), (37, 53), (64, 130)):
-        plan = ScenePlan(scaled, (0, 0), scaled, flip=False, distortion=Distortion())
-        for like_opencv, mode in ((False, "nearest-exact"), (True, "nearest")):
-            expected = torch.nn.functional.interpolate(
-                torch.from_numpy(mask)[None, None].float(), scaled, mode=mode
-            )
-            assert np.array_equal(plan.cut(mask, like_opencv=like_opencv), expected[0, 0].numpy())
+        plan = ScenePlan((37, 53), scaled, (0, 0), scaled, flip=False, distortion=Distortion())
+        stored = torch.from_numpy(mask)[None, None].float()
+        expected = torch.nn.functional.interpolate(stored, scaled, mode="nearest-exact")
+        assert np.array_equal(plan.cut(mask), expected[0, 0].numpy())
 
 
 def test_crops_are_distributed_as_the_reference_draws_them() -> None:
@@ -138,7 +135,7 @@ def test_crops_of_one_class_are_drawn_again() -> None:
     for share in dull:
         for sample in range(300):
             plan = draw_plan(replace(settings, class_share=share), CROP, mask, 0, 0, sample)
-            window = plan.cut(mask, like_opencv=False)
+            window = plan.cut(mask)
             counts = [int((window == label).sum()) for label in (0, 1)]
             dull[share] += max(counts) >= 0.75 * sum(counts)
     chance = dull[1.0] / 300

@@ -7,12 +7,12 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-from coded_images import smooth, unnormalised, write_images
+from coded_images import smooth, write_images
 from PIL import Image
 
 from horovod_volo.cluster.world import RankResources
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.labelling.teacher import TeacherImages
+from horovod_volo.labelling.generate import TeacherImages
 
 SIDE = 48
 SIZES = [(90, 40), (33, 70), (64, 64), (120, 61), (50, 50), (47, 31), (200, 100), (31, 90), (55, 44)]
@@ -32,22 +32,21 @@ def opened(folder, batch=2):
 
 def pixels_by_index(images, indices):
     found = {}
-    for batch_indices, pixels in images.batches(indices):
-        assert len(batch_indices) == len(pixels)
-        found |= dict(zip(batch_indices, unnormalised(pixels), strict=True))
+    for batch_indices, pixels in images.pixels(indices):
+        found |= dict(zip(batch_indices, 255 * pixels.numpy(), strict=True))
     return found
 
 
 def test_pixels_equal_pils(folder):
     with opened(folder) as images:
-        for indices in (range(4), range(4, 9)):  # batches() can be called again
+        for indices in (range(4), range(4, 9)):  # pixels() can be called again
             found = pixels_by_index(images, indices)
             assert list(found) == list(indices)
             for index, pixels in found.items():
                 with Image.open(folder / f"train/a/{index}.png") as image:
                     resized = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
                 assert np.abs(pixels - np.asarray(resized).transpose(2, 0, 1)).mean() < 0.35
-        assert images.problems == []
+        assert images.bad_samples.new_messages() == []
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 20])
@@ -62,7 +61,7 @@ def test_damaged_images_are_left_out_and_reported(folder, batch):
     with opened(folder, batch) as images:
         (folder / "train/a/8.png").unlink()
         found = pixels_by_index(images, range(9))
-        problems = images.problems
+        problems = images.bad_samples.new_messages()
     assert list(found) == [1, 2, 5, 6, 7]
     for index, pixels in found.items():
         assert np.array_equal(pixels, whole[index])
@@ -75,4 +74,4 @@ def test_only_damaged_images_give_no_batch(tmp_path):
         (tmp_path / "train" / "a" / f"{number}.jpg").write_bytes(b"no image")
     with opened(tmp_path) as images:
         assert pixels_by_index(images, range(5)) == {}
-        assert len(images.problems) == 5
+        assert len(images.bad_samples.new_messages()) == 5

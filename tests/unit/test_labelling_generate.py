@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from coded_images import smooth, write_images
-from label_samples import make_store
+from label_samples import random_store
 
 from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.command_line import build_config
@@ -19,12 +19,16 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.engine.classification import Classification
-from horovod_volo.labelling.generate import centred, generate_labels
-from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, denormalize, load_teacher
-from horovod_volo.labels import main
+from horovod_volo.labelling.generate import (
+    Teacher,
+    TeacherChoice,
+    TeacherImages,
+    centred,
+    generate_labels,
+    load_teacher,
+)
 from horovod_volo.models.build import build_model
 from horovod_volo.objective.label_map import map_targets
-from horovod_volo.token_labels.keys import label_key
 from horovod_volo.token_labels.source import map_warnings
 from horovod_volo.token_labels.store import LabelStore
 
@@ -71,8 +75,8 @@ def logits_by_name(folder: Path, weights: str) -> dict[str, torch.Tensor]:
     with closing(images):
         return {
             catalog.name(index): logits
-            for indices, pixels in images.batches(range(len(catalog)))
-            for index, logits in zip(indices, teacher.label(denormalize(pixels)), strict=True)
+            for indices, pixels in images.pixels(range(len(catalog)))
+            for index, logits in zip(indices, teacher.label(pixels), strict=True)
         }
 
 
@@ -156,110 +160,18 @@ def test_logits_that_are_not_finite_are_refused(folder: Path, tmp_path: Path) ->
         generate(folder, tmp_path / "s", "not finite")
 
 
-def earlier_store(folder: Path, store: Path, weights: str) -> Path:
-    """Write a store as earlier versions did: the teacher's own logits, by published keys."""
-    logits = [each for _, each in sorted(logits_by_name(folder, weights).items())]
-    best = torch.stack(logits).topk(TOP, dim=1)
-    catalog = catalog_of(folder / "images")
-    keys = [label_key(catalog.name(index)) for index in range(len(catalog))]
-    make_store(
-        store,
-        keys,
-        best.values.half().numpy(),
-        best.indices.numpy(),
-        classes=CLASSES,
-        digest=catalog.digest,
-        teacher=teacher_of(folder, weights).name,
-    )
-    metadata = json.loads((store / "store.json").read_text())
-    for field in ("generated", "checksum"):  # which earlier versions did not write
-        metadata.pop(field, None)
-    (store / "store.json").write_text(json.dumps(metadata))
-    return store
-
-
-def verify(folder: Path, store: Path, weights: str) -> int:
-    arguments = ["--teacher", "volo_demo", "--img-size", str(SIDE)]
-    weights = str(folder / f"{weights}.pt")
-    return main(
-        ["verify", str(store), "--data", str(folder / "images"), *arguments, "--teacher-weights", weights]
-    )
-
-
-def test_verify_passes_maps_of_their_own_teacher(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = generate(folder, tmp_path / "s", "bias of -9")
-    assert verify(folder, store, "bias of -9") == 0
-    printed = capsys.readouterr().out
-    assert "logits                 centred: " in printed
-    assert ", which made the maps\ntotal variation        0.000 on average of 30 images\n" in printed
-
-
-def test_verify_fails_for_the_map_of_one_other_image_of_the_same_class(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = generate(folder, tmp_path / "s", "centred")
-    catalog = catalog_of(folder / "images")
-    labels = LabelStore(store, catalog, None)
-    scores, ids = (np.stack(parts) for parts in zip(*map(labels.read, range(len(catalog))), strict=True))
-    scores[3], ids[3] = scores[4], ids[4]
-    names = [catalog.name(index) for index in range(len(catalog))]
-    options = {"classes": CLASSES, "generated": True, "teacher": labels.teacher}
-    make_store(tmp_path / "mixed", names, scores, ids, **options)
-    assert verify(folder, tmp_path / "mixed", "centred") == 1
-    assert f"not have the probabilities that this teacher gives, least of all that of {names[3]}" in (
-        capsys.readouterr().err
-    )
-
-
-def test_verify_passes_right_maps_with_another_teacher_of_other_probabilities(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    weights = torch.load(folder / "centred.pt", weights_only=True)
-    weights["aux_head.weight"] /= 100  # its answers are nearly the same for all images
-    weights["aux_head.bias"][0] = 3
-    torch.save(weights, folder / "weak.pt")
-    store = generate(folder, tmp_path / "s", "centred")
-    assert verify(folder, store, "weak") == 0
-    output = capsys.readouterr()
-    assert "which made the maps" not in output.out
-    assert float(output.out.partition("total variation")[2].split()[0]) > 0.5
-    assert "error" not in output.err
-
-
-@pytest.mark.parametrize("weights", ["bias of -9", "binary"])
-def test_verify_fails_for_logits_of_earlier_versions_that_are_not_centred(
-    folder: Path, tmp_path: Path, weights: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unique = {name: "" for name in NAMES if name.endswith("x.png")}
-    for name in unique:
-        (tmp_path / "images" / "train" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "images" / "train" / name).symlink_to(folder / "images" / "train" / name)
-    (tmp_path / f"{weights}.pt").symlink_to(folder / f"{weights}.pt")
-    store = earlier_store(tmp_path, tmp_path / "s", weights)
-    labels = LabelStore(store, catalog_of(tmp_path / "images"), None)
-    labels.read(0)  # it is read as before
-    (warning,) = map_warnings(str(store), labels)
-    assert f"tools/labels verify {store} --data DATA_DIR --teacher NAME" in warning
-    assert labels.teacher in warning
-    assert verify(tmp_path, store, weights) == 1
-    output = capsys.readouterr()
-    assert "give --teacher to compare, or generate them again" in output.out
-    assert "not have the probabilities that this teacher gives" in output.err
-
-
-def test_a_store_of_earlier_versions_is_refused_where_images_share_a_key(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store, catalog = earlier_store(folder, tmp_path / "s", "centred"), catalog_of(folder / "images")
-    message = (
-        "a/scan.0001.png and a/scan.0002.png in .* have the same label map, .* with tools/labels generate"
-    )
-    with pytest.raises(UserError, match=message):
-        LabelStore(store, catalog, None)
-    assert verify(folder, store, "centred") == 1
-    assert "a/scan.0001.png and a/scan.0002.png in" in capsys.readouterr().err
+def test_a_store_of_earlier_versions_is_warned_of(folder: Path, tmp_path: Path) -> None:
+    """It has published keys and the teacher's own logits, and metadata without two fields."""
+    unique = {f"train/{name}": smooth(9, 9, seed=1) for name in NAMES if name.endswith("x.png")}
+    catalog = catalog_of(write_images(tmp_path / "images", unique))
+    random_store(tmp_path / "s", catalog, teacher="a teacher")
+    metadata = json.loads((tmp_path / "s" / "store.json").read_text())
+    del metadata["generated"], metadata["checksum"]
+    (tmp_path / "s" / "store.json").write_text(json.dumps(metadata))
+    labels = LabelStore(tmp_path / "s", catalog, None)
+    labels.read(0)
+    (warning,) = map_warnings("s", labels)
+    assert "generate them again with their teacher, a teacher" in warning
 
 
 def test_an_image_that_is_held_out_does_not_share_a_published_map(tmp_path: Path) -> None:

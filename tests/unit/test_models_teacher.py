@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.labelling.teacher import TeacherChoice, load_teacher, token_logits
+from horovod_volo.labelling.generate import TeacherChoice, load_teacher, token_logits
 from horovod_volo.models.build import build_model
 from horovod_volo.models.timm_api import create_model
 
@@ -48,31 +48,23 @@ def test_a_convolutional_network_with_a_norm_in_its_head():
 
 
 @torch.inference_mode()
-def test_a_transformer_with_a_class_token():
-    network, batch = network_of("vit_tiny_patch16_224", img_size=64), images(64)
+@pytest.mark.parametrize(
+    ("name", "options", "prefix"),
+    [
+        ("vit_tiny_patch16_224", {}, 1),
+        ("vit_tiny_patch16_224", {"global_pool": "avg", "class_token": False}, 0),
+        ("deit_tiny_distilled_patch16_224", {}, 2),
+    ],
+)
+def test_each_token_of_a_transformer_has_the_heads_logits(name, options, prefix):
+    network, batch = network_of(name, img_size=64, **options), images(64)
+    tokens = network.fc_norm(network.forward_features(batch)[:, prefix:])
+    expected = network.head(tokens)
+    if prefix == 2:
+        expected = (expected + network.head_dist(tokens)) / 2
     logits = token_logits(network, batch)
-    tokens = network.forward_features(batch)[:, 1:]
+    torch.testing.assert_close(logits.flatten(2), expected.transpose(1, 2))
     assert logits.shape == (2, CLASSES, 4, 4)
-    for row in range(4):
-        for column in range(4):
-            torch.testing.assert_close(logits[:, :, row, column], network.head(tokens[:, 4 * row + column]))
-
-
-@torch.inference_mode()
-def test_a_transformer_that_averages_its_tokens():
-    network = network_of("vit_tiny_patch16_224", img_size=64, global_pool="avg", class_token=False)
-    batch = images(64)
-    tokens = network.forward_features(batch)  # (images, 16, channels)
-    expected = network.head(network.fc_norm(tokens)).reshape(2, 4, 4, CLASSES).permute(0, 3, 1, 2)
-    torch.testing.assert_close(token_logits(network, batch), expected)
-
-
-@torch.inference_mode()
-def test_a_distilled_transformer_has_two_prefix_tokens():
-    network, batch = network_of("deit_tiny_distilled_patch16_224", img_size=32), images(32)
-    tokens = network.forward_features(batch)[:, 2:]
-    expected = (network.head(tokens) + network.head_dist(tokens)) / 2
-    torch.testing.assert_close(token_logits(network, batch).flatten(2), expected.transpose(1, 2))
 
 
 @torch.inference_mode()

@@ -1,12 +1,9 @@
-"""UperNet: published numbers of parameters, names of other projects, timm's maps, any size of image."""
+"""UperNet: names of mmsegmentation, timm's maps, weights that begin it, any size of image."""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
-from torch import nn
 
 from horovod_volo.config.schema import Model
 from horovod_volo.config.task_settings import Segmentation
@@ -14,7 +11,6 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.dense.backbones import build_backbone
 from horovod_volo.dense.upernet import HEADS, UperNet, fitted_weights
 from horovod_volo.models.build import build_model
-from horovod_volo.models.sync_batch_norm import synchronize_norms
 from horovod_volo.models.timm_api import create_model
 from horovod_volo.models.weights import load_fitted
 
@@ -23,12 +19,11 @@ def build(
     name: str,
     img_size: int = 64,
     *,
-    neck: Literal["lvvit", "pyramid"] = "lvvit",
     classes: int = 5,
     drop_path: float = 0.0,
 ) -> UperNet:
     model = Model(model=name, img_size=img_size, drop_path=drop_path)
-    return UperNet(model, Segmentation(neck=neck, head_width=16, auxiliary_width=16), classes)
+    return UperNet(model, Segmentation(head_width=16, auxiliary_width=16), classes)
 
 
 def test_the_heads_have_mmsegmentations_names() -> None:
@@ -47,7 +42,7 @@ def test_the_heads_have_mmsegmentations_names() -> None:
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
 def test_gradients_reach_every_parameter(name: str) -> None:
-    network = build(name, 64, neck="pyramid" if name == "volo_d1" else "lvvit").train()
+    network = build(name, 64).train()
     logits, auxiliary = network.training_logits(torch.randn(2, 3, 64, 64), 1)
     assert logits.shape == (2, 5, 16, 16)
     assert auxiliary.shape == (2, 5, 4, 4)
@@ -98,59 +93,23 @@ def test_weights_of_classification_begin_the_backbone() -> None:
     assert "tensors loaded" in loaded[0]
 
 
-def test_weights_under_hugging_faces_names_load() -> None:
+def test_weights_for_other_classes_give_all_but_the_classifiers() -> None:
+    """LV-ViT's repository has its neck inside of the backbone."""
     torch.manual_seed(0)
-    source, network = build("volo_demo"), build("volo_demo")
+    network, source = build("volo_demo"), build("volo_demo", classes=9).state_dict()
     theirs = {
-        name.replace(".bn.", ".batch_norm.").replace("_head.conv_seg", "_head.classifier"): tensor
-        for name, tensor in source.state_dict().items()
+        name.replace("neck.side_layer", "backbone.side_layer"): tensor for name, tensor in source.items()
     }
-    assert any("batch_norm" in name for name in theirs)
     weights, fresh, _ = fitted_weights(network, theirs)
-    load_fitted(network, weights, "here", heads=HEADS, fresh=fresh)
-    assert fresh == []
-    for name, tensor in network.state_dict().items():
-        assert torch.equal(tensor, source.state_dict()[name])
-    # Those for other classes give all but the classifiers.
-    other, fresh, _ = fitted_weights(network, build("volo_demo", classes=9).state_dict())
-    messages = load_fitted(network, other, "here", heads=HEADS, fresh=fresh)
+    messages = load_fitted(network, weights, "here", heads=HEADS, fresh=fresh)
     assert "the weights are for 9 classes, the images have 5" in " ".join(messages)
+    state = network.state_dict()
+    assert all(torch.equal(state[name], source[name]) for name in source if "conv_seg" not in name)
     damaged = {name: tensor for name, tensor in weights.items() if "fpn_bottleneck" not in name}
     with pytest.raises(UserError, match="parameters 6 missing"):
         load_fitted(network, damaged, "here", heads=HEADS)
 
 
-def test_a_network_of_timm_with_four_strides_needs_no_neck() -> None:
-    network = build("resnet18").eval()
-    assert network.backbone.strides == (4, 8, 16, 32)
-    assert list(network.neck.parameters()) == []
-    assert network(torch.zeros(1, 3, 64, 96)).shape == (1, 5, 16, 24)
-    synchronize_norms(network)
-    assert not any(type(module) is nn.BatchNorm2d for module in network.modules())
-    for name, reason in (
-        ("cait_xxs24_224", "takes images of one size"),
-        ("eva02_tiny_patch14_224", "strides"),
-    ):
-        with pytest.raises(UserError, match=f"{name} .*{reason}"):
-            build(name)
-
-
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224"])
-def test_networks_of_timm_begin_with_weights_of_classification(name: str) -> None:
-    """At another size than theirs, and with sides that differ."""
-    network = build(name, 96, neck="pyramid", drop_path=0.1)
-    given = create_model(name).state_dict()
-    fitted, fresh, _ = fitted_weights(network, given)
-    own = {key for key in network.state_dict() if key.startswith("backbone.")}
-    assert set(fitted) == own
-    assert set(fresh) == set(network.state_dict()) - own
-    network.load_state_dict(fitted, strict=False)
-    assert tuple(network.eval()(torch.zeros(1, 3, 96, 130)).shape) == (1, 5, 24, 36)
-    network.train()
-    first, again, other = (
-        network.backbone(torch.ones(2, 3, 96, 96), drop_path_seed=seed)[-1] for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    if name.startswith("vit"):
-        assert "backbone.body.model.pos_embed" in network.no_weight_decay()
+def test_other_networks_are_refused() -> None:
+    with pytest.raises(UserError, match=r"resnet18 gives no maps .* VOLO or LV-ViT"):
+        build("resnet18")

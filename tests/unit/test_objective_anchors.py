@@ -106,20 +106,6 @@ def test_anchors_by_hand(number: int, pixels: tuple[float, ...]) -> None:
     )
 
 
-def test_the_anchors_of_320_pixels_are_the_same_fractions_of_the_image() -> None:
-    centres = build_anchors(anchor_rule(320)).centres
-    for (side, shapes), (start, of_300) in zip(
-        [(40, 4), (20, 6), (10, 6), (5, 6), (3, 4), (1, 4)],
-        [(0, 0), (6400, 5776), (8800, 7942), (9400, 8542), (9550, 8692), (9586, 8728)],
-        strict=True,
-    ):
-        of_map = centres[start : start + shapes * side**2].view(shapes, side, side, 4)
-        positions = (torch.arange(side) + 0.5) / side
-        torch.testing.assert_close(of_map[..., 0], positions.expand(shapes, side, side))
-        torch.testing.assert_close(of_map[..., 1], positions.unsqueeze(1).expand(shapes, side, side))
-        torch.testing.assert_close(of_map[0, 0, 0, 2:], OF_300.centres[of_300, 2:])
-
-
 def test_encoded_values_by_hand() -> None:
     anchors = Anchors(torch.tensor([[0.5, 0.5, 0.2, 0.4]]), torch.tensor([[0.4, 0.3, 0.6, 0.7]]))
     targets = encode(torch.tensor([[[0.4, 0.3, 0.8, 0.5]]]), torch.tensor([[7]]), anchors)

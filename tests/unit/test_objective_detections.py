@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from anchor_samples import OF_300, SMALL, iou_of
 from torch import Tensor
 
-from horovod_volo.config.task_settings import Detection
 from horovod_volo.dense.anchors import decode, encode, intersection_over_union
 from horovod_volo.dense.box_evaluation import detect, suppress_overlaps
 
@@ -34,7 +33,7 @@ def test_detections_equal_a_loop(most: int) -> None:
     values = torch.randn(3, len(SMALL.corners), 4, generator=random)
     logits = 2 * torch.randn(3, len(SMALL.corners), 5, generator=random)
     logits[1, :, 0] += 12  # in the second image almost nothing is above the score
-    found = detect(values, logits, SMALL, Detection(most_boxes=most))
+    found = detect(values, logits, SMALL, most)
     for image, (boxes, scores, classes) in enumerate(zip(*found, strict=True)):
         expected = detected_by_loops(values[image], logits[image], most)
         assert scores.count_nonzero() == len(expected)
@@ -52,7 +51,7 @@ def test_a_perfect_network_detects_the_boxes() -> None:
     classes = torch.tensor([[3, 80], [80, 0]])
     targets = encode(boxes, classes, OF_300)
     logits = 20.0 * F.one_hot(targets.classes, 81)
-    found = detect(targets.boxes.half().float(), logits, OF_300, Detection())
+    found = detect(targets.boxes.half().float(), logits, OF_300)
     assert found.boxes.shape == (2, 200, 4)
     assert (found.scores > 0).sum(dim=1).tolist() == [2, 1]
     for image, number in itertools.product(range(2), range(2)):

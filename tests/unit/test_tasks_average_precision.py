@@ -1,8 +1,7 @@
-"""COCO's average precision against pycocotools, and against a few cases computed by hand."""
+"""COCO's average precision against pycocotools."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,102 +10,17 @@ from numpy.typing import NDArray
 from pycocotools import coco, cocoeval
 
 from horovod_volo.dense.average_precision import (
-    NO_TRUTH,
     BoxPredictions,
     BoxTruths,
     measure_boxes,
 )
 
-Box = tuple[float, float, float, float]
 RandomBoxes = tuple[BoxTruths, BoxPredictions, int]
-
-SMALL_BOX = (0.0, 0.0, 20.0, 20.0)
-LARGE_BOX = (200.0, 200.0, 350.0, 350.0)
-FAR_BOX = (400.0, 400.0, 420.0, 420.0)
 
 
 def box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
     sides = boxes[:, 2:] - boxes[:, :2]
     return sides[:, 0] * sides[:, 1]
-
-
-def true_boxes(*rows: tuple[int, int, Box], crowd: Sequence[int] = ()) -> BoxTruths:
-    """Return truths from (image, class, box); those at the positions `crowd` are crowds."""
-    boxes = np.array([box for _, _, box in rows], np.float64).reshape(-1, 4)
-    return BoxTruths(
-        images=np.array([image for image, _, _ in rows], np.int64),
-        boxes=boxes,
-        classes=np.array([number for _, number, _ in rows], np.int64),
-        crowd=np.isin(np.arange(len(rows)), crowd),
-        areas=box_areas(boxes),
-    )
-
-
-def predicted_boxes(*rows: tuple[int, int, Box, float]) -> BoxPredictions:
-    """Return predictions from (image, class, box, score)."""
-    return BoxPredictions(
-        images=np.array([image for image, _, _, _ in rows], np.int64),
-        boxes=np.array([box for _, _, box, _ in rows], np.float64).reshape(-1, 4),
-        classes=np.array([number for _, number, _, _ in rows], np.int64),
-        scores=np.array([score for _, _, _, score in rows], np.float64),
-    )
-
-
-Case = tuple[BoxTruths, BoxPredictions, dict[str, float]]
-CASES: dict[str, Case] = {
-    "another place, class or image": (
-        true_boxes((0, 0, SMALL_BOX), (1, 1, SMALL_BOX)),
-        predicted_boxes((0, 0, FAR_BOX, 0.9), (0, 1, SMALL_BOX, 0.9), (1, 0, SMALL_BOX, 0.9)),
-        {"ap": 0, "ap_small": 0, "ap_medium": NO_TRUTH, "ar100": 0, "ar_large": NO_TRUTH},
-    ),
-    "a crowd alone is no truth": (
-        true_boxes((0, 0, SMALL_BOX), crowd=(0,)),
-        predicted_boxes((0, 0, SMALL_BOX, 0.9)),
-        {"ap": NO_TRUTH, "ar100": NO_TRUTH},
-    ),
-    # Precision is 1 at the recalls 0, .01, ..., .5 and 2/3 at the other 50.
-    "the second prediction of a truth is wrong": (
-        true_boxes((0, 0, SMALL_BOX), (0, 0, LARGE_BOX)),
-        predicted_boxes((0, 0, SMALL_BOX, 0.9), (0, 0, SMALL_BOX, 0.8), (0, 0, LARGE_BOX, 0.7)),
-        {"ap": (51 + 50 * 2 / 3) / 101},
-    ),
-    # .50, .55, .60, .65 and .70 of ten thresholds.
-    "it counts at thresholds up to its IoU": (
-        true_boxes((0, 0, (0, 0, 100, 100))),
-        predicted_boxes((0, 0, (0, 0, 72, 100), 0.9)),
-        {"ap": 0.5, "ap50": 1, "ap75": 0},
-    ),
-    # Both are nearest to the first truth. The first prediction is matched to it up to .90, the second only at
-    # .95; up to .65 the second is matched to the second truth, which it overlaps by 82/118 = .69.
-    "the best truth that is left": (
-        true_boxes((0, 0, (0, 0, 100, 100)), (0, 0, (20, 0, 120, 100))),
-        predicted_boxes((0, 0, (4, 0, 104, 100), 0.9), (0, 0, (2, 0, 102, 100), 0.8)),
-        {"ap50": 1, "ar100": (4 * 1 + 5 * 0.5 + 1 * 0.5) / 10},
-    ),
-    # Among small boxes, the first prediction is ignored with its truth, the second is wrong.
-    "a truth of another size is matched once": (
-        true_boxes((0, 0, SMALL_BOX), (0, 0, FAR_BOX))._replace(areas=np.array([5000.0, 400.0])),
-        predicted_boxes((0, 0, SMALL_BOX, 0.9), (0, 0, SMALL_BOX, 0.8), (0, 0, FAR_BOX, 0.7)),
-        {"ap_small": 0.5},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_cases_computed_by_hand(name: str) -> None:
-    """They hold without pycocotools too, which all metrics must equal."""
-    truths, predictions, expected = CASES[name]
-    found = measure_boxes(truths, predictions, 2)._asdict()
-    assert {metric: found[metric] for metric in expected} == pytest.approx(expected)
-
-
-def test_at_most_100_predictions_per_image_and_class_count() -> None:
-    truths = true_boxes((0, 0, SMALL_BOX))
-    wrong = [(0, 0, FAR_BOX, 0.9)] * 99
-    others = [(1, 0, FAR_BOX, 0.1)] * 99  # of another image, and of lower scores
-    found = [(0, 0, SMALL_BOX, 0.5)]
-    assert measure_boxes(truths, predicted_boxes(*others, *found, *wrong), 1).ap == pytest.approx(1 / 100)
-    assert measure_boxes(truths, predicted_boxes(*others, *found, *wrong, *wrong[:1]), 1).ap == 0
 
 
 def random_boxes(seed: int) -> RandomBoxes:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from box_samples import annotation, image, write_coco
 
-from horovod_volo.dense.box_list import find_boxes, list_boxes
+from horovod_volo.dense.average_precision import BoxPredictions
+from horovod_volo.dense.box_list import list_boxes
 from horovod_volo.dense.pictures import EvaluationPictures
 
 
@@ -17,8 +18,8 @@ from horovod_volo.dense.pictures import EvaluationPictures
 def test_pictures_of_lines(tmp_path: Path, width: int, height: int) -> None:
     write_coco(tmp_path, [image(7, width, height)], [annotation(7, (0, 0, width, height))])
     boxes = EvaluationPictures(1)
-    images = list_boxes(find_boxes(tmp_path, "train"), None)
-    boxes.add_boxes(images, 0, np.zeros((0, 4)), np.zeros(0, np.int64), np.zeros(0))
+    images = list_boxes(tmp_path, "train")
+    boxes.add_boxes(images, 0, BoxPredictions(*(np.zeros(0),) * 4))
     masks = EvaluationPictures(1)
     mask = torch.zeros(height, width, dtype=torch.uint8)
     masks.add_masks(0, mask.expand(3, -1, -1), mask, mask)
