@@ -25,7 +25,7 @@ FAILED, MISTAKE, LOST = 1, 2, -1
 _OF_ONE_RANK = {"--binding", "--workers"}  # settings that may differ from rank to rank
 _SHOWN = 3
 
-_connected: dict[str, Any] = {}  # the world of this process, and the settings that it was connected with
+_connected: dict[str, World] = {}  # the world of this process, by the binding that it was connected with
 
 
 def run_on_ranks(
@@ -59,27 +59,22 @@ def run_on_ranks(
 def connect_once(config: Config) -> World:
     """Bind this process and connect it to its launcher's ranks, at the first call. Collective.
 
-    Raise UserError if the ranks' settings differ, or this process was connected with other ones.
+    Raise UserError if the ranks' settings differ, or this process was bound otherwise.
     """
     from horovod_volo.cluster.pinning import bind
     from horovod_volo.cluster.world import World
 
-    launch = config.launch
+    mode = config.launch.binding
     if not _connected:
         # A process alone, such as a notebook, keeps its cores unless a binding was asked for.
         is_bound = read_launch_env().size > 1 or "binding" in config.non_default
-        binding = bind(
-            launch.binding if is_bound else "none",
-            autotune=launch.horovod_autotune,
-            timeline=launch.horovod_timeline,
-        )
-        _connected.update(world=World.connect(binding), launch=launch)
-    if _connected["launch"] != launch:
+        _connected[mode] = World.connect(bind(mode if is_bound else "none"))
+    if mode not in _connected:
         raise UserError(
-            "binding, horovod_autotune or horovod_timeline differ from those of the first Trainer of this "
-            "process, with which it was bound and Horovod was started. Give the same, or start another."
+            "binding differs from that of the first Trainer of this process, which bound it. Give the same, "
+            "or start another process."
         )
-    world: World = _connected["world"]
+    world = _connected[mode]
     check_same_start(world, by_flag(config))
     return world
 

@@ -21,6 +21,9 @@ _FOREIGN = {
     "--master-port --local-rank --world-size --dist-url --dist-backend --standalone": (
         "The launcher says how many ranks there are and where: horovodrun -np RANKS -H HOST:GPUS,..."
     ),
+    "--horovod-autotune --horovod-timeline": (
+        "Set HOROVOD_AUTOTUNE=1 with HOROVOD_AUTOTUNE_LOG=FILE, or HOROVOD_TIMELINE=FILE, for all ranks."
+    ),
     "--split-bn --bn-momentum --bn-eps --bn-tf --gp --head-init-scale": "It is the model's own.",
     "--opt-eps --opt-betas --opt-kwargs --opt-args --opt-foreach": (
         "The optimizers' other constants are the published ones; --plugin registers your own."

@@ -20,6 +20,8 @@ RECIPES = Path(__file__).parent / "recipes"
 
 # Keys that moved to another table: they are read from both.
 _MOVED = {("exchange", "precision"): "model"}
+# Settings that were removed, with their defaults: the resolved.toml of a run that did not use them is read.
+_REMOVED = [("launch", "horovod_autotune", ""), ("launch", "horovod_timeline", "")]
 
 
 def recipe_names() -> list[str]:
@@ -65,6 +67,8 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             chosen[group] = _published(table, path)
             continue
         for key, value in table.items():
+            if (group, key, value) in _REMOVED:
+                continue
             home = _MOVED.get((group, key), group)
             if (home, key) not in settings:
                 raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")

@@ -76,19 +76,10 @@ class Launch:
 
     binding: Literal["numa", "core", "none"] = setting(
         "numa",
-        "bind each rank to its part of the cores, and to the memory, of the NUMA node next to its GPU; core: "
-        "to one hardware thread of each of these cores; none: do not bind",
+        "bind each rank to its part of the cores of the NUMA node next to its GPU; core: to one hardware "
+        "thread of each of these cores; none: do not bind",
     )
     elastic: bool = setting(False, "go on as hosts are lost and added: horovodrun --host-discovery-script")
-    horovod_autotune: str = setting(
-        "",
-        "tune Horovod while training, and log what was tried to this file",
-        idle=("with one rank",),
-        excludes={"--elastic": "Horovod cannot tune an elastic run. Drop {flag}, or --elastic."},
-    )
-    horovod_timeline: str = setting(
-        "", "write Horovod's timeline to this file; slows training", idle=("with one rank",)
-    )
 
 
 @dataclass(frozen=True)

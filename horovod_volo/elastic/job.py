@@ -58,10 +58,9 @@ class ElasticJob:
                 "--elastic needs an elastic launcher: horovodrun --gloo --min-np N --host-discovery-script "
                 "SCRIPT, or jobs/horovodrun.sh with MIN_RANKS."
             )
-        if "HOROVOD_CYCLE_TIME" in os.environ:
+        for name in {"HOROVOD_CYCLE_TIME", "HOROVOD_AUTOTUNE"} & os.environ.keys():
             raise UserError(
-                "Horovod crashes when it forms ranks again with HOROVOD_CYCLE_TIME set. Unset it, or drop "
-                "--elastic."
+                f"Horovod crashes when it forms ranks again with {name} set. Unset it, or drop --elastic."
             )
         self.hosts_changed = False  # whether the driver has other hosts than the ranks were formed with
         self.start_seconds = float(os.environ.get("HOROVOD_START_TIMEOUT", 60))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from horovod_volo.cluster.world import World, rank_resources
@@ -154,14 +153,6 @@ def _task_of(config: Config) -> Task:
 
 
 def _check(config: Config) -> None:
-    for flag, file in (
-        ("autotune", config.launch.horovod_autotune),
-        ("timeline", config.launch.horovod_timeline),
-    ):
-        if file and not Path(file).parent.is_dir():
-            raise UserError(
-                f"--horovod-{flag} {file}: the folder {Path(file).parent} does not exist. Create it first."
-            )
     check_names(config)
     if config.run.profile:
         parse_steps(config.run.profile)

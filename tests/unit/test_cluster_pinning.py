@@ -38,11 +38,8 @@ GPUS = [(f"00000000:{bus}:00.0", f"GPU-{bus}{bus}-aaaa") for bus in ("07", "0F",
 NICS = tuple(Nic(f"mlx5_{number}", (), 0, interface=f"ib{number}") for number in range(2))
 
 
-def binding(
-    gpu: Device | None = None, nics: tuple[Nic, ...] = (), background: tuple[int, ...] = ()
-) -> Binding:
-    nic = nics[-1] if nics else None
-    return Binding("numa", (4, 5, 6, 7), (1,), gpu, nic, nics, background, threads=4)
+def binding(gpu: Device | None = None, nics: tuple[Nic, ...] = ()) -> Binding:
+    return Binding("numa", (4, 5, 6, 7), gpu, nics[-1] if nics else None, nics, threads=4)
 
 
 ALWAYS = {
@@ -55,13 +52,12 @@ ALWAYS = {
 
 
 def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
-    chosen = binding(Device("0000:07:00.0", (), 1), NICS, background=(3, 7))
+    chosen = binding(Device("0000:07:00.0", (), 1), NICS)
     assert launch_env_vars(chosen) == ALWAYS | {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
         "UCX_NET_DEVICES": "mlx5_1:1",
         "HOROVOD_GLOO_IFACE": "ib1",
-        "HOROVOD_THREAD_AFFINITY": "3,7",
         "HOROVOD_FUSION_THRESHOLD": "0",
     }
 
@@ -69,11 +65,7 @@ def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
 def test_variables_of_a_rank_without_gpu_and_nic() -> None:
     assert launch_env_vars(binding())["HOROVOD_CYCLE_TIME"] == "10"
     assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), ranks_change=True)
-    assert launch_env_vars(binding(), "tried.csv", "line.json") == ALWAYS | {
-        "HOROVOD_AUTOTUNE": "1",
-        "HOROVOD_AUTOTUNE_LOG": "tried.csv",
-        "HOROVOD_TIMELINE": "line.json",
-    }
+    assert launch_env_vars(binding(), autotunes=True) == ALWAYS
 
 
 def test_variables_that_are_set_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:

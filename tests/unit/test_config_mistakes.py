@@ -89,7 +89,7 @@ MISTAKES = [
     ("--lr-base 0", "The learning rate is 0. Set --lr, or --lr-base"),
     ("--shard-optimizer --clip-mode agc --clip-grad 1", "Use --clip-mode norm"),
     ("--model volo_d1 --elastic --shard-optimizer", "Drop --shard-optimizer, or --elastic"),
-    ("--model volo_d1 --elastic --horovod-autotune log", "Drop --horovod-autotune, or --elastic"),
+    ("--horovod-autotune log", "HOROVOD_AUTOTUNE=1"),
 ]
 
 

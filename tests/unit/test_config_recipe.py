@@ -12,6 +12,7 @@ from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import RECIPES, assemble, dump, load_recipe, recipe_names
 from horovod_volo.config.validation import check, config_warnings
+from horovod_volo.core.errors import UserError
 
 ODD = [
     "plain",
@@ -75,6 +76,13 @@ def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str,
     assert config_warnings(parse(["--recipe", recipe_of(tmp_path, written)]).config) == []
     both = '[exchange]\nprecision = "fp16"\n[model]\nprecision = "bf16"\n'
     assert parse(["--recipe", recipe_of(tmp_path, both)]).config.model.precision == "bf16"
+
+
+def test_settings_that_were_removed_are_read_where_they_were_not_used(tmp_path: Path) -> None:
+    old = '[launch]\nbinding = "core"\nhorovod_timeline = ""\n'
+    assert parse(["--recipe", recipe_of(tmp_path, old)]).config.launch.binding == "core"
+    with pytest.raises(UserError, match="unknown key 'horovod_timeline'"):
+        parse(["--recipe", recipe_of(tmp_path, old.replace('""', '"line.json"'))])
 
 
 @pytest.mark.parametrize(

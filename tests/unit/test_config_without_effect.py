@@ -22,7 +22,6 @@ RESUMED, NEW = RunFacts(first_step=10, total_steps=100), RunFacts(total_steps=10
 WITHOUT_EFFECT: list[tuple[str, str, str | RunFacts, str | RunFacts]] = [
     ("--compression none", "with one rank", RunFacts(ranks=1), RunFacts(ranks=2)),
     ("--shard-optimizer", "with one rank", RunFacts(ranks=1), RunFacts(ranks=2)),
-    ("--horovod-timeline line.json", "with one rank", RunFacts(ranks=1), RunFacts(ranks=2)),
     ("--kernels plain", "on a CPU", RunFacts(device_type="cpu"), RunFacts(device_type="cuda")),
     ("--finetune w", "in a run that resumes from a checkpoint", RESUMED, NEW),
     ("--use-ema --finetune w", "in a run that resumes from a checkpoint", RESUMED, NEW),
