@@ -87,8 +87,7 @@ def build_parser() -> Parser:
     add_flags(parser, Setting(name="ranks", kind=int, default=0, at_least=1, help=ranks))
     sections = {name: parser.add_argument_group(table.__doc__) for name, table in group_types().items()}
     for setting in all_settings():
-        help = setting.help + _family_defaults(setting.name)
-        add_flag(sections[setting.group], replace(setting, help=help), required=False)
+        add_flag(sections[setting.group], setting, required=False)
     return parser
 
 
@@ -96,12 +95,6 @@ def published_defaults(flags: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the published defaults of the chosen model's family that differ from the schema's."""
     model = flags.get("model", Model.model)
     return next((own for family, own in FAMILIES.items() if model.startswith(family)), {})
-
-
-def _family_defaults(setting: str) -> str:
-    """Return the part of a help line that lists other defaults of families."""
-    own = {family: defaults[setting] for family, defaults in FAMILIES.items() if setting in defaults}
-    return "".join(f"; {family}* without a recipe: {value}" for family, value in own.items())
 
 
 def parse(argv: list[str]) -> Request:

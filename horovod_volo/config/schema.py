@@ -15,7 +15,15 @@ from horovod_volo.config.setting import BelowOne, Count, CountOrZero, NonNegativ
 from horovod_volo.config.task_settings import Detection, Objective, Segmentation
 from horovod_volo.config.update_settings import Exchange, Update
 
-_RESUMES = "in a run that resumes from a checkpoint"
+ONE_RANK, ON_CPU, RESUMED = "with one rank", "on a CPU", "in a run that resumes from a checkpoint"
+FACTS = (ONE_RANK, ON_CPU, RESUMED)  # conditions of settings that are known at the start of a run
+# When all settings of a group have no effect.
+_IDLE_GROUPS = {
+    "objective": "without --task classification",
+    "segmentation": "without --task segmentation",
+    "detection": "without --task detection",
+    "exchange": ONE_RANK,
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,7 @@ class Run:
         1, "epochs between evaluations; the last epoch is always evaluated", also=("--val-interval",)
     )
     early_stop: CountOrZero = setting(
-        0,
-        "end the run after this many evaluations in a row that are no better than the best one; 0: never",
-        idle=("with so few evaluations (--epochs, --eval-every)",),
+        0, "end the run after this many evaluations in a row that are no better than the best one; 0: never"
     )
     checkpoint_every: CountOrZero = setting(
         0,
@@ -58,9 +64,7 @@ class Run:
         "", "record steps, steps=FIRST:LAST: traces and a summary of where the time went, in the run folder"
     )
     stop_at_step: CountOrZero = setting(
-        0,
-        "save and exit with status 75 after this step, as on preemption; 0: run to the end",
-        idle=("outside of the steps that this run makes",),
+        0, "save and exit with status 75 after this step, as on preemption; 0: run to the end"
     )
     plugin: str = setting(
         "",
@@ -124,20 +128,20 @@ class Model:
     kernels: Literal["auto", "plain"] = setting(
         "auto",
         "on a GPU: Triton kernels where a check at the start finds them right, or PyTorch's operators",
-        idle=("on a CPU",),
+        idle=(ON_CPU,),
     )
     finetune: str = setting(
         "",
         "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own",
         also=("--pretrained", "--initial-checkpoint", "--no-resume-opt"),
-        idle=(_RESUMES,),
+        idle=(RESUMED,),
     )
     allow_mismatch: str = setting(
         "",
         "prefixes of parameter names, separated by commas, that may be missing from --finetune or differ in "
         "shape; heads of another number of classes are always replaced",
         needs="--finetune",
-        idle=(_RESUMES,),
+        idle=(RESUMED,),
     )
     freeze: str = setting(
         "",
@@ -148,7 +152,7 @@ class Model:
         False,
         "fine-tune from the EMA weights of --finetune instead of the raw ones",
         needs="--finetune",
-        idle=(_RESUMES,),
+        idle=(RESUMED,),
     )
 
 
@@ -181,11 +185,6 @@ class Published:
     needs: tuple[str, ...] = ()
 
 
-def _idle(condition: str) -> dict[str, tuple[str]]:
-    """Declare when all settings of a group have no effect."""
-    return {"idle": (condition,)}
-
-
 @dataclass(frozen=True)
 class Config:
     """All settings of one run."""
@@ -194,13 +193,11 @@ class Config:
     launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    objective: Objective = field(default_factory=Objective, metadata=_idle("without --task classification"))
-    segmentation: Segmentation = field(
-        default_factory=Segmentation, metadata=_idle("without --task segmentation")
-    )
-    detection: Detection = field(default_factory=Detection, metadata=_idle("without --task detection"))
+    objective: Objective = field(default_factory=Objective)
+    segmentation: Segmentation = field(default_factory=Segmentation)
+    detection: Detection = field(default_factory=Detection)
     update: Update = field(default_factory=Update)
-    exchange: Exchange = field(default_factory=Exchange, metadata=_idle("with one rank"))
+    exchange: Exchange = field(default_factory=Exchange)
     logging: Logging = field(default_factory=Logging)
     published: Published = field(default_factory=Published)
     # Not part of a recipe: warnings to print at the start, the names of the settings that a flag or the
@@ -226,7 +223,7 @@ def all_settings() -> tuple[Setting, ...]:
     found = []
     for group, table in group_types().items():
         hints = get_type_hints(table, include_extras=True)
-        idle = Config.__dataclass_fields__[group].metadata.get("idle", ())
+        idle = [_IDLE_GROUPS[group]] if group in _IDLE_GROUPS else []
         for entry in fields(table):
             kind, bounds = hints[entry.name], {}
             if get_origin(kind) is Annotated:

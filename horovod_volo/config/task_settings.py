@@ -62,23 +62,16 @@ class Objective:
         False,
         "blend the true class into the class target of the label map",
         needs="--token-label-data",
-        idle=("unless the plugin's --loss reads it",),
     )
-    cls_weight: NonNegative = setting(
-        1.0, "weight of the class loss", idle=("unless the plugin's --loss reads it",)
-    )
-    dense_weight: NonNegative = setting(
-        0.5,
-        "weight of the token loss",
-        idle=("without --token-label", "above 0, unless the plugin's --loss reads it"),
-    )
+    cls_weight: NonNegative = setting(1.0, "weight of the class loss")
+    dense_weight: NonNegative = setting(0.5, "weight of the token loss", idle=("without --token-label",))
     class_weights: str = setting(
         "",
         "weights of classes in the loss: balanced, inverse to their numbers of images, or a file with lines "
         "CLASS WEIGHT; empty: all 1",
         needs="--loss soft-target",
     )
-    smoothing: BelowOne = setting(0.1, "label smoothing", idle=("unless the plugin's --loss reads it",))
+    smoothing: BelowOne = setting(0.1, "label smoothing")
     mix_token: bool = setting(True, "MixToken: swap a box of tokens between pairs of images")
     mixup: NonNegative = setting(0.0, "Mixup: alpha of the Beta distribution; 0: off", excludes=_OTHER_MIXES)
     cutmix: NonNegative = setting(

@@ -24,7 +24,7 @@ class Update:
     momentum: BelowOne = setting(
         0.9,
         "momentum of lars, muon and sgd",
-        idle=("with Adam and LAMB", "unless the plugin's --opt reads it"),
+        idle=("with --opt adamw or --opt lamb or --opt fused*",),
     )
     layer_decay: float = setting(
         1.0,
@@ -55,11 +55,7 @@ class Update:
         "other two are not scaled",
         idle=("with --lr",),
     )
-    min_lr: NonNegative = setting(
-        1e-5,
-        "learning rate at the end of the decay and in the cool-down",
-        idle=("with --sched constant and --cooldown-epochs 0",),
-    )
+    min_lr: NonNegative = setting(1e-5, "learning rate at the end of the decay and in the cool-down")
     sched: str = setting(
         "cosine", "decay of the learning rate: cosine, linear, poly, step, constant, one-cycle, or a plugin's"
     )

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.derived import derive, resolve
-from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import RunFacts, config_warnings, loggers
+from horovod_volo.config.schema import ON_CPU, ONE_RANK, RESUMED, Config
+from horovod_volo.config.validation import config_warnings, loggers
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.operators import choose_kernels
 from horovod_volo.engine.banner import batch_warnings
@@ -137,9 +137,9 @@ def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[L
 
 def _warnings(context: TrainContext) -> list[str]:
     config, derived, device = context.config, context.derived, context.resources.device
-    facts = RunFacts(context.world.size, device.type, context.state.step, derived.total_steps)
+    facts = {ONE_RANK: context.world.size == 1, ON_CPU: device.type == "cpu", RESUMED: context.state.step}
     return [
-        *config_warnings(config, facts),
+        *config_warnings(config, [fact for fact, holds in facts.items() if holds]),
         *context.data.warnings(config),
         *batch_warnings(config, derived, len(context.data.train)),
         *precision_warnings(config.model.precision, device),

@@ -53,7 +53,6 @@ def test_the_help_names_each_flag_once(help_text: str) -> None:
     by_flag = {flag: reported for called, reported in entries(help_text).items() for flag in flags_in(called)}
     for flag, default in (("--lr-base", "0.0016"), ("--mix-token", "on"), ("--scale", "0.08 1")):
         assert by_flag[flag].endswith(f" (default: {default})")
-    assert by_flag["--warmup-epochs"].endswith("; lvvit_* without a recipe: 5 (default: 20)")
 
 
 def test_nothing_given_is_the_schema_itself() -> None:
