@@ -21,7 +21,11 @@ RECIPES = Path(__file__).parent / "recipes"
 # Keys that moved to another table: they are read from both.
 _MOVED = {("exchange", "precision"): "model"}
 # Settings that were removed, with their defaults: the resolved.toml of a run that did not use them is read.
-_REMOVED = [("launch", "horovod_autotune", ""), ("launch", "horovod_timeline", "")]
+_REMOVED = [
+    ("launch", "horovod_autotune", ""),
+    ("launch", "horovod_timeline", ""),
+    ("model", "grad_checkpoint_stages", "all"),
+]
 
 
 def recipe_names() -> list[str]:

@@ -117,9 +117,6 @@ class Model:
     grad_checkpoint: bool = setting(
         False, "recompute activations inside blocks: far less memory, slower", also=("--grad-checkpointing",)
     )
-    grad_checkpoint_stages: Literal["all", "outlookers", "transformers"] = setting(
-        "all", "the blocks of VOLO that --grad-checkpoint recomputes", idle=("without --grad-checkpoint",)
-    )
     compile: bool = setting(
         False,
         "compile the blocks with torch.compile: faster steps, after a longer first one",

@@ -42,12 +42,12 @@ class VoloBackbone(Volo):
         tokens = self.stem(images)
         samples = self._sample_drop_path(tokens, drop_path_seed)
         outlookers, downsampling, *transformers = self.network
-        tokens = run_blocks(self, outlookers, tokens, samples, checkpointed=self._checkpoints("outlookers"))
+        tokens = run_blocks(self, outlookers, tokens, samples)
         maps = [tokens]
         tokens = downsampling(tokens)
         tokens = self.pos_drop(tokens + embedding_for(self.pos_embed, (tokens.shape[1], tokens.shape[2])))
         for stage in transformers:
-            tokens = run_blocks(self, stage, tokens, samples, checkpointed=self._checkpoints("transformers"))
+            tokens = run_blocks(self, stage, tokens, samples)
             maps.append(tokens)
         return [each.permute(0, 3, 1, 2) for each in maps]
 
@@ -148,7 +148,6 @@ def build_backbone(settings: Model) -> Any:
         num_classes=1,
         drop_path=settings.drop_path,
         grad_checkpoint=settings.grad_checkpoint,
-        grad_checkpoint_stages=settings.grad_checkpoint_stages,
     )
     network.__class__ = kinds[type(network)]
     network.use_as_backbone()  # type: ignore[operator]

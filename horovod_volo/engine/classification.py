@@ -96,7 +96,6 @@ class Classification:
             num_classes=num_classes,
             drop_path=settings.drop_path,
             grad_checkpoint=settings.grad_checkpoint,
-            grad_checkpoint_stages=settings.grad_checkpoint_stages,
             aux_head=trains_aux_head(config),
         )
         if settings.sync_bn == "all":

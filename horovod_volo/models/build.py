@@ -81,7 +81,6 @@ def build_model(
     num_classes: int,
     drop_path: float,
     grad_checkpoint: bool = False,
-    grad_checkpoint_stages: str = "all",
     aux_head: bool = True,
 ) -> nn.Module:
     """Build a model with fresh weights from torch's random state, on torch's default device.
@@ -93,7 +92,10 @@ def build_model(
         img_size=img_size, num_classes=num_classes, drop_path=drop_path, aux_head=aux_head
     )
     if grad_checkpoint:
-        _set_checkpointing(model, name, grad_checkpoint_stages)
+        try:
+            model.set_grad_checkpointing(True)  # type: ignore[operator]
+        except (AttributeError, AssertionError):
+            raise UserError(f"{name} has no activation checkpointing. Drop --grad-checkpoint.") from None
     return model
 
 
@@ -138,18 +140,6 @@ def _build_timm(
     except AssertionError as error:
         raise UserError(f"{name} does not take --img-size {img_size}: {error}.") from None
     return model
-
-
-def _set_checkpointing(model: nn.Module, name: str, stages: str) -> None:
-    try:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]
-    except (AttributeError, AssertionError):
-        raise UserError(f"{name} has no activation checkpointing. Drop --grad-checkpoint.") from None
-    if stages == "all":
-        return
-    if not hasattr(model, "checkpointed_stages"):
-        raise UserError(f"{name} has no {stages} to recompute alone. Drop --grad-checkpoint-stages.")
-    model.checkpointed_stages = stages  # type: ignore[assignment]
 
 
 def training_forward(model: nn.Module) -> Forward:

@@ -47,11 +47,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_block(
-    model: Any, block: nn.Module, tokens: Tensor, *samples: DropPathSample, checkpointed: bool = True
-) -> Tensor:
-    """Run a block, with activation checkpointing if that is on for it."""
-    if not (checkpointed and model.grad_checkpointing and model.training):
+def run_block(model: Any, block: nn.Module, tokens: Tensor, *samples: DropPathSample) -> Tensor:
+    """Run a block, with activation checkpointing if that is on."""
+    if not (model.grad_checkpointing and model.training):
         plain: Tensor = block(tokens, *samples)
         return plain
     # Blocks draw no random numbers, so recomputation needs no saved generator state.
@@ -60,16 +58,11 @@ def run_block(
 
 
 def run_blocks(
-    model: Any,
-    blocks: Iterable[nn.Module],
-    tokens: Tensor,
-    samples: Iterator[DropPathSample],
-    *,
-    checkpointed: bool = True,
+    model: Any, blocks: Iterable[nn.Module], tokens: Tensor, samples: Iterator[DropPathSample]
 ) -> Tensor:
     """Run blocks of two branches one after the other."""
     for block in blocks:
-        tokens = run_block(model, block, tokens, next(samples), next(samples), checkpointed=checkpointed)
+        tokens = run_block(model, block, tokens, next(samples), next(samples))
     return tokens
 
 
@@ -113,8 +106,6 @@ class TwoHeads:
 class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
     """timm's VOLO with a training forward."""
 
-    checkpointed_stages = "all"  # or "outlookers" or "transformers": of these, if checkpointing is on at all
-
     def __init__(self, *, use_aux_head: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
         if not use_aux_head:
@@ -147,16 +138,11 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
         """Run all stages but class attention on the stem's grid; return (batch, tokens, channels)."""
         samples = self._sample_drop_path(tokens, drop_path_seed)
         outlookers, downsampling, *transformers = self.network
-        in_first = self._checkpoints("outlookers")
-        tokens = downsampling(run_blocks(self, outlookers, tokens, samples, checkpointed=in_first))
+        tokens = downsampling(run_blocks(self, outlookers, tokens, samples))
         tokens = self.pos_drop(tokens + self.pos_embed)
         blocks = [block for stage in transformers for block in stage]
-        in_others = self._checkpoints("transformers")
-        tokens = run_blocks(self, blocks, tokens, samples, checkpointed=in_others)
+        tokens = run_blocks(self, blocks, tokens, samples)
         return tokens.flatten(1, 2)
-
-    def _checkpoints(self, stages: str) -> bool:
-        return self.checkpointed_stages in ("all", stages)
 
     def _sample_drop_path(self, tokens: Tensor, seed: int | None) -> Iterator[DropPathSample]:
         """Yield the drop path sample of each residual branch, in order."""
@@ -165,10 +151,9 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): the class token, after class attention, comes first."""
-        checkpointed = self._checkpoints("transformers")
         features = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.post_network:
-            features = run_block(self, block, features, checkpointed=checkpointed)
+            features = run_block(self, block, features)
         return features
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.models.build import build_model
 from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.volo import Volo
 
@@ -125,37 +123,6 @@ def test_only_blocks_are_computed_twice(build: Callable[[float], Model]) -> None
     with calls(blocks) as of_blocks:
         loss_of(model).backward()
     assert of_blocks == [1] * len(blocks)
-
-
-@pytest.mark.parametrize(("stages", "expected"), [("outlookers", (2, 1)), ("transformers", (1, 2))])
-def test_one_kind_of_blocks_is_recomputed(stages: str, expected: tuple[int, int]) -> None:
-    plain = training_step(volo, 0.6, False, 1, torch.float32)
-    counted: list[list[int]] = []
-
-    def build(drop_path: float) -> Volo:
-        model = volo(drop_path)
-        model.checkpointed_stages = stages
-        counted.append(context.enter_context(calls(blocks_of(model))))
-        return model
-
-    with ExitStack() as context:
-        found = training_step(build, 0.6, True, 1, torch.float32)
-    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
-    ((first, second, *others),) = counted
-    assert (first, second) == (expected[0], expected[0])
-    assert set(others) == {expected[1]}
-
-
-def test_a_model_without_stages_recomputes_all_or_nothing() -> None:
-    with pytest.raises(UserError, match="lvvit_t has no outlookers to recompute alone"):
-        build_model(
-            "lvvit_t",
-            img_size=32,
-            num_classes=2,
-            drop_path=0.0,
-            grad_checkpoint=True,
-            grad_checkpoint_stages="outlookers",
-        )
 
 
 @pytest.mark.parametrize("build", [volo, lvvit])
