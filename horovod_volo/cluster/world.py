@@ -83,13 +83,23 @@ class World:
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Return the sum over ranks of each value, exact up to 2^53. Collective: every rank calls this."""
-        sums = torch.tensor(values, dtype=torch.float64)
-        self.collectives.allreduce_async(sums, "total", 1.0)()
-        return [float(value) for value in sums]
+        sums: list[float] = self.sum(torch.tensor(values, dtype=torch.float64), "total").tolist()
+        return sums
 
-    def average_(self, tensor: Tensor, name: str) -> None:
-        """Replace a float tensor by its mean over ranks. Collective: every rank calls this."""
-        self.collectives.allreduce_async(tensor, name, 1.0 / self.size)()
+    def sum(self, values: Tensor, name: str) -> Tensor:
+        """Return the sum over ranks, in the memory of `values`. Collective: every rank calls this."""
+        self.collectives.allreduce_async(values, name, 1.0)()
+        return values
+
+    def gather(self, row: Tensor, name: str) -> Tensor:
+        """Return the flat tensors of all ranks (ranks, length). Collective: every rank calls this."""
+        return self.collectives.allgather_async(row, name)().view(self.size, -1)
+
+    def concatenate_async(self, part: Tensor, name: str) -> WaitForResult:
+        """Start to concatenate the flat tensors of all ranks, which may differ in length. Collective."""
+        # Horovod does not support bf16: concatenate the bytes.
+        wait = self.collectives.allgather_async(part.view(torch.uint8), name)
+        return lambda: wait().view(part.dtype)
 
     def broadcast_(self, tensors: Iterable[Tensor], root: int = 0) -> None:
         """Replace tensors by those of rank `root`. Collective: every rank calls this."""
@@ -149,33 +159,6 @@ class World:
             raise RuntimeError(
                 f"{description} on rank {', '.join(map(str, different))} differ from rank 0's."
             )
-
-
-class WorldSums:
-    """The exchanges of synchronised batch norm and of Muon. Each has a name, the same on all ranks."""
-
-    def __init__(self, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
-        self.exchanges = 0
-        self._collectives = world.collectives
-
-    def gather(self, row: Tensor, name: str) -> Tensor:
-        """Return the flat tensors of all ranks (ranks, length). Collective: every rank calls this."""
-        self.exchanges += 1
-        return self._collectives.allgather_async(row, name)().view(self.size, -1)
-
-    def sum(self, values: Tensor, name: str) -> Tensor:
-        """Return the sum over ranks, in the memory of `values`. Collective: every rank calls this."""
-        self.exchanges += 1
-        self._collectives.allreduce_async(values, name, 1.0)()
-        return values
-
-    def concatenate_async(self, part: Tensor, name: str) -> WaitForResult:
-        """Start to concatenate the flat tensors of all ranks, which may differ in length. Collective."""
-        self.exchanges += 1
-        # Horovod does not support bf16: concatenate the bytes.
-        wait = self._collectives.allgather_async(part.view(torch.uint8), name)
-        return lambda: wait().view(part.dtype)
 
 
 @dataclass(frozen=True)

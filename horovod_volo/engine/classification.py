@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.world import RankResources, World, WorldSums
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.batch import EvalBatch, TrainBatch
@@ -112,7 +112,7 @@ class Classification:
         self, config: Config, world: World, data: Images, resources: RankResources, network: nn.Module
     ) -> ClassificationLearner:
         if config.model.sync_bn == "all":
-            NORMS_OVER_RANKS.find("all").connect(network, WorldSums(world))
+            NORMS_OVER_RANKS.find("all").connect(network, world)
         train_loader, eval_loader = build_loaders(config, world, data, resources)
         side = tokens_per_side(config.model.model, config.model.img_size)
         return ClassificationLearner(
