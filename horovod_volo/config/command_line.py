@@ -155,9 +155,6 @@ def _fitted_schedule(flags: Mapping[str, Any], below: Mapping[str, Any]) -> dict
     stated = {"warmup_epochs", "warmup_prefix"} & flags.keys()
     if epochs == usual or stated or below.get("warmup_prefix", Update.warmup_prefix):
         return {}
-    cooldown = {"cooldown_epochs": flags.get("cooldown_epochs", 0)}
-    if flags.get("sched", below.get("sched")) == "one-cycle":  # it has no warm-up
-        return cooldown
     warmup = below.get("warmup_epochs", Update.warmup_epochs)
     shorter = min(warmup, -(-warmup * epochs // usual)) if epochs > 1 else 0
-    return {"warmup_epochs": shorter, **cooldown}
+    return {"warmup_epochs": shorter, "cooldown_epochs": flags.get("cooldown_epochs", 0)}

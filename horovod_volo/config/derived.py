@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from horovod_volo.config.schema import Config
-from horovod_volo.config.update_settings import Update, all_epochs, warmup_epochs
+from horovod_volo.config.update_settings import Update, all_epochs
 from horovod_volo.core.errors import UserError
 
 # The global batch of `lr_base` in recipes that do not state `lr_base_size`.
@@ -66,7 +66,7 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
             + _smaller(images, ranks, config)
         )
     steps_per_epoch = images // global_batch
-    epochs, warmup_steps = all_epochs(update), steps_per_epoch * warmup_epochs(update)
+    epochs, warmup_steps = all_epochs(update), steps_per_epoch * update.warmup_epochs
     return Derived(
         ranks,
         global_batch,
@@ -97,7 +97,7 @@ def _learning_rates(update: Update, global_batch: int) -> dict[str, float]:
     rates = {"peak_lr": peak, "min_lr": update.min_lr * ends, "warmup_lr": update.warmup_lr * ends}
     # The limit in the message is in the units that the user types, before scaling.
     limit = peak if update.lr or not update.lr_base_size else update.lr_base
-    for name in ("min_lr", "warmup_lr") if warmup_epochs(update) else ("min_lr",):
+    for name in ("min_lr", "warmup_lr") if update.warmup_epochs else ("min_lr",):
         if rates[name] > peak:
             flag = "--" + name.replace("_", "-")
             raise UserError(

@@ -25,6 +25,8 @@ _REMOVED = [
     ("launch", "horovod_autotune", ""),
     ("launch", "horovod_timeline", ""),
     ("model", "grad_checkpoint_stages", "all"),
+    ("update", "cycle_up", 0.45),
+    ("update", "cycle_start", 0.04),
 ]
 
 

@@ -10,7 +10,6 @@ from horovod_volo.core.errors import UserError
 
 # As published for SSD: before epochs 43 and 54 of 65.
 _SSD_MILESTONES = (43 / 65, 54 / 65)
-_ONE_CYCLE = "with --sched one-cycle"  # which rises by itself
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Update:
     )
     min_lr: NonNegative = setting(1e-5, "learning rate at the end of the decay and in the cool-down")
     sched: str = setting(
-        "cosine", "decay of the learning rate: cosine, linear, poly, step, constant, one-cycle, or a plugin's"
+        "cosine", "decay of the learning rate: cosine, linear, poly, step, constant, or a plugin's"
     )
     decay_milestones: str = setting(
         "",
@@ -77,31 +76,15 @@ class Update:
         at_least=0.01,
         idle=("without --sched poly",),
     )
-    cycle_up: float = setting(
-        0.45,
-        "--sched one-cycle: fraction of --epochs in which the learning rate rises, and of those in which it "
-        "falls again; the rest leads to --min-lr",
-        at_least=0.01,
-        at_most=0.5,
-        idle=("without --sched one-cycle",),
-    )
-    cycle_start: BelowOne = setting(
-        0.04,
-        "--sched one-cycle: where the learning rate starts and the cycle ends, as a fraction of the way from "
-        "--min-lr to the peak",
-        idle=("without --sched one-cycle",),
-    )
     warmup_lr: NonNegative = setting(
-        1e-6, "learning rate at the first step of the warm-up", idle=(_ONE_CYCLE, "with --warmup-epochs 0")
+        1e-6, "learning rate at the first step of the warm-up", idle=("with --warmup-epochs 0",)
     )
     epochs: Count = setting(300, "epochs of warm-up and decay")
-    warmup_epochs: CountOrZero = setting(
-        20, "epochs of linear warm-up, counted among --epochs", idle=(_ONE_CYCLE,)
-    )
+    warmup_epochs: CountOrZero = setting(20, "epochs of linear warm-up, counted among --epochs")
     warmup_prefix: bool = setting(
         False,
         "add the warm-up epochs before --epochs instead of counting them in",
-        idle=(_ONE_CYCLE, "with --warmup-epochs 0"),
+        idle=("with --warmup-epochs 0",),
     )
     lr_changes: Literal["step", "epoch"] = setting(
         "step", "change the learning rate at every step, or, as published, only at the start of an epoch"
@@ -154,13 +137,8 @@ def milestones(update: Update) -> tuple[float, ...]:
 
 def all_epochs(update: Update) -> int:
     """Return the epochs of a run, with its cool-down and a --warmup-prefix."""
-    prefix = warmup_epochs(update) if update.warmup_prefix else 0
+    prefix = update.warmup_epochs if update.warmup_prefix else 0
     return prefix + update.epochs + update.cooldown_epochs
-
-
-def warmup_epochs(update: Update) -> int:
-    """Return the epochs of the warm-up; a one-cycle schedule rises by itself, and has none."""
-    return 0 if update.sched == "one-cycle" else update.warmup_epochs
 
 
 @dataclass(frozen=True)

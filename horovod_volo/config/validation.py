@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from horovod_volo.config.schema import FACTS, RESUMED, Config, Logging, all_settings, by_flag
 from horovod_volo.config.setting import shown
-from horovod_volo.config.update_settings import milestones, warmup_epochs
+from horovod_volo.config.update_settings import milestones
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
@@ -81,7 +81,7 @@ def check(config: Config) -> None:
             f"does. Drop it, or --map-geometry {objective.map_geometry}.",
         ),
         (
-            warmup_epochs(update) > update.epochs and not update.warmup_prefix,
+            update.warmup_epochs > update.epochs and not update.warmup_prefix,
             f"--warmup-epochs {update.warmup_epochs} is longer than --epochs {update.epochs}, which contain "
             f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix.",
         ),

@@ -33,28 +33,8 @@ def _poly(settings: Update) -> Decay:
     return lambda passed: (1 - passed) ** settings.poly_power
 
 
-def _one_cycle(settings: Update) -> Decay:
-    """Return Smith's cycle of three straight lines: up to the peak, down again as long, and on to the floor.
-
-    arXiv 1803.09820 makes the last part, in which the learning rate becomes far smaller than at the start,
-    short. Momentum is not changed against it.
-    """
-    up, start = settings.cycle_up, settings.cycle_start
-
-    def decay(passed: float) -> float:
-        if passed < 2 * up:
-            return 1 - (1 - start) * abs(passed - up) / up
-        return start * (1 - passed) / (1 - 2 * up)
-
-    return decay
-
-
 # Those with settings of their own; their names are registered with the default of these.
-_WITH_SETTINGS: dict[str, Callable[[Update], Decay]] = {
-    "step": _step,
-    "poly": _poly,
-    "one-cycle": _one_cycle,
-}
+_WITH_SETTINGS: dict[str, Callable[[Update], Decay]] = {"step": _step, "poly": _poly}
 for _name, _build in _WITH_SETTINGS.items():
     register_schedule(_name, _build(Update()))
 

@@ -50,7 +50,6 @@ MISTAKES = [
     ("--hflip 1.5", "--hflip", "at most 1"),
     ("--balance 1.5", "--balance", "at most 1"),
     ("--layer-decay 1.5", "--layer-decay", "at most 1"),
-    ("--cycle-up 0.6", "--cycle-up", "at most 0.5"),
     ("--lr nan", "--lr takes a finite number"),
     ("--ratio 0.5 inf", "--ratio takes two numbers"),
     ("--scale 0.5 0.2", "--scale", "ascending order", "0.5 0.2"),

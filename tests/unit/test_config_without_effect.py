@@ -28,7 +28,7 @@ WITHOUT_EFFECT = [
     ("--map-geometry whole", "with --label-geometry reference", f"{MAPS} --label-geometry reference", MAPS),
     ("--lr-base-size 512", "with --lr", "--lr 1e-3", "--lr 0"),
     ("--remode rand", "with --reprob 0", "--reprob 0", "--reprob 0.5"),
-    ("--warmup-epochs 5", "with --sched one-cycle", "--sched one-cycle", "--sched cosine"),
+    ("--decay-rate 0.2", "without --sched step", "", "--sched step"),
     ("--mixup-switch-prob 0.7 --no-mix-token", "without --cutmix", "--mixup 1", "--mixup 1 --cutmix 1"),
 ]
 
@@ -80,7 +80,7 @@ def test_a_setting_of_another_task_is_named(name: str) -> None:
 def test_a_setting_that_nobody_stated_or_that_has_its_default_is_not_named(tmp_path: Path) -> None:
     for argv in (
         "--momentum 0.9 --compression fp16 --kernels auto",
-        "--sched one-cycle --epochs 30",
+        "--sched step --epochs 30",
         f"--recipe {recipe_of(tmp_path, dump(Config()))}",
     ):
         assert config_warnings(parse(argv.split()).config, [ONE_RANK, ON_CPU]) == []

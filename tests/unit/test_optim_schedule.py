@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR, PolynomialLR
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, PolynomialLR
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.config.update_settings import Update
@@ -137,28 +137,6 @@ def test_step_is_torchs_with_milestones_in_epochs() -> None:
     settings = Update(sched="step", epochs=20, decay_milestones="5, 15", decay_rate=0.3)
     expected = rates_of(MultiStepLR, milestones=[10, 30], gamma=0.3)  # two steps in an epoch
     assert our_rates(settings, floor=0.0)[:STEPS] == pytest.approx(expected[:STEPS])
-
-
-@pytest.mark.parametrize(("up", "start"), [(0.45, 0.04), (0.25, 0.2), (0.4, 0.5)])
-def test_one_cycle_is_torchs_of_three_straight_lines(up: float, start: float) -> None:
-    floor = 1e-4
-    # Its start, and its last phase from there to the floor.
-    initial = floor + start * (0.5 - floor)
-    expected = rates_of(
-        OneCycleLR,
-        max_lr=0.5,
-        total_steps=STEPS + 1,
-        pct_start=(up * STEPS + 1) / (STEPS + 1),
-        div_factor=0.5 / initial,
-        final_div_factor=initial / floor,
-        anneal_strategy="linear",
-        three_phase=True,
-        cycle_momentum=False,
-    )
-    settings = Update(sched="one-cycle", cycle_up=up, cycle_start=start)
-    found = our_rates(settings, floor=floor)
-    assert found == pytest.approx(expected)
-    assert max(found) == found[round(up * STEPS)] == pytest.approx(0.5)
 
 
 def test_unknown_and_repeated_names_are_refused() -> None:

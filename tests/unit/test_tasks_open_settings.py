@@ -126,7 +126,6 @@ def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:
         ("--epochs 400", 400, 20, 0),
         ("--epochs 300", 300, 20, 10),  # the published ones
         ("--epochs 30 --warmup-epochs 5", 30, 5, 10),  # a published command line
-        ("--epochs 30 --sched one-cycle", 30, 20, 0),  # which has no warm-up
         ("--recipe volo_d1_384 --epochs 30", 30, 5, 10),  # as in the recipe
         ("--recipe volo_d1_384 --epochs 12", 12, 2, 0),
     ],
