@@ -9,7 +9,6 @@ initialized yet. Nothing is changed here: `pinning.py` applies the result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -70,25 +69,22 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
         warning = f"the launcher bound this rank to CPUs {cpu_ranges(cpus)}: --binding does not change that"
         return replace(unchanged, warnings=(warning,), by_launcher=True)
     cpus, sharing_ranks = _cpus_of_rank(host, cpus_by_node, nodes_of_ranks, index, mode)
-    return replace(
-        unchanged,
-        cpus=cpus,
-        threads=max(1, len(cpus) // sharing_ranks),
-        warnings=tuple(_warnings(gpus, index, nodes_of_ranks[index], cpus, sharing_ranks)),
-    )
-
-
-def _warnings(
-    gpus: list[Device | None], index: int, nodes: tuple[int, ...], cpus: tuple[int, ...], sharing_ranks: int
-) -> Iterator[str]:
-    gpu = gpus[index]
+    gpu, nodes, warnings = gpus[index], nodes_of_ranks[index], []
     if gpu is not None and _all_have_nodes(gpus) and gpu.node not in nodes:
-        yield (
+        warnings.append(
             f"GPU {gpu.name} is at NUMA node {gpu.node}, but this process may use no CPU there: "
             f"node {cpu_ranges(nodes)} is the nearest"
         )
     if sharing_ranks > 1:
-        yield f"{sharing_ranks} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks"
+        warnings.append(
+            f"{sharing_ranks} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks"
+        )
+    return replace(
+        unchanged,
+        cpus=cpus,
+        threads=max(1, len(cpus) // sharing_ranks),
+        warnings=tuple(warnings),
+    )
 
 
 def _gpus_of_ranks(host: Host, rank: LaunchedRank) -> tuple[list[Device | None], int]:

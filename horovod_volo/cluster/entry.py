@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FAILED, MISTAKE, LOST = 1, 2, -1
 _OF_ONE_RANK = {"--binding", "--workers"}  # settings that may differ from rank to rank
-_SHOWN = 3
+_SHOWN = 3  # differences
 
 _connected: dict[str, World] = {}  # the world of this process, by the binding that it was connected with
 
@@ -106,22 +106,18 @@ def check_same_start(world: World, flags: Mapping[str, Any]) -> None:
     if different:
         from horovod_volo.cluster.world import AllRanksError
 
-        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
         raise AllRanksError(
-            f"The ranks were not started alike: {'; '.join(different[:_SHOWN])}{more}. Start all of them "
-            "with the same command, code and packages; `python -m horovod_volo.doctor` compares hosts."
+            f"The ranks were not started alike: {'; '.join(different[:_SHOWN])}. Start all of them with the "
+            "same command, code and packages; `python -m horovod_volo.doctor` compares hosts."
         )
 
 
 def _difference(name: str, by_rank: list[tuple[str, dict[str, str]]]) -> str:
-    """Return how the first rank that differs from rank 0 does so, and how many differ; else nothing."""
-    hosts, values = [host for host, _ in by_rank], [own.get(name, "not set") for _, own in by_rank]
-    ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-    if not ranks:
-        return ""
-    others = f" ({len(ranks)} ranks differ)" if len(ranks) > 1 else ""
-    first = f"{name} is {values[0] or 'empty'} on rank 0 ({hosts[0]})"
-    return f"{first} and {values[ranks[0]] or 'empty'} on rank {ranks[0]} ({hosts[ranks[0]]}){others}"
+    """Return how the first rank that differs from rank 0 does so; else nothing."""
+    values = [(own.get(name, "not set") or "empty", host) for host, own in by_rank]
+    rank = next((rank for rank, (value, _) in enumerate(values) if value != values[0][0]), 0)
+    here, there = (f"{values[each][0]} on rank {each} ({values[each][1]})" for each in (0, rank))
+    return f"{name} is {here} and {there}" if rank else ""
 
 
 def _print_once(error: UserError, world: World) -> int:
