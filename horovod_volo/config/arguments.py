@@ -19,9 +19,17 @@ from horovod_volo.core.names import nearest
 _FOREIGN = {
     "--split-bn --bn-momentum --bn-eps --bn-tf --gp --head-init-scale --channels-last --pin-mem "
     "--no-prefetcher --use-multi-epochs-loader --fuser --worker-seeding --dataloader --synchronize-step "
-    "--sched-on-updates --fast-norm --lr-base-scale --lr-cycle-mul --lr-cycle-limit --lr-noise "
-    "--patience-epochs --experiment --eval-metric --drop --drop-block --mixup-mode --mixup-off-epoch "
-    "--cutmix-minmax": "docs/migration.md says what takes its place, if anything does.",
+    "--sched-on-updates --fast-norm --lr-base-scale": "It is not needed here, see docs/migration.md.",
+    "--experiment --eval-metric": (
+        "Results are in --output, in the folder --name; `best` is of the highest accuracy."
+    ),
+    "--drop --drop-block": "These networks have no dropout; stochastic depth is --drop-path.",
+    "--mixup-mode --mixup-off-epoch --cutmix-minmax": (
+        "Mixup and CutMix mix pairs of every batch: --mixup, --cutmix, --mixup-switch-prob."
+    ),
+    "--lr-cycle-mul --lr-cycle-limit --lr-noise --patience-epochs": (
+        "The learning rate is a function of the step: --sched; --plugin registers your own."
+    ),
     "--nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --master-addr "
     "--master-port --local-rank --world-size --dist-url --dist-backend --standalone": (
         "The launcher says how many ranks there are and where: horovodrun -np RANKS -H HOST:GPUS,..."

@@ -16,7 +16,6 @@ from horovod_volo.cluster.buckets import summed_in_fp32
 from horovod_volo.cluster.compression import (
     BucketScales,
     Fp16Compression,
-    max_abs,
 )
 from horovod_volo.models.build import build_model, spec_of
 
@@ -203,11 +202,3 @@ def test_vectors_and_heads_are_summed_in_fp32(name: str, heads: set[str]) -> Non
     assert all(parameters[n].dim() > 1 for n in parameters.keys() - chosen)
     with pytest.raises(ValueError, match=r"no parameter belongs to the heads network\.head"):
         summed_in_fp32({"head.weight": torch.zeros(2, 2)}, ["network.head"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_max_abs_is_the_largest_absolute_value(dtype: torch.dtype) -> None:
-    for values in ([-0.0, 6e-8, -6e-8], [1.0, -3.0], [1.0, -torch.inf], [0.0], [-2.0, -1.0]):
-        tensor = torch.tensor(values, dtype=dtype)
-        assert max_abs(tensor).equal(tensor.float().abs().max().view(1))
-    assert max_abs(torch.tensor([1.0, torch.inf, torch.nan, -2.0], dtype=dtype)).isnan().all()

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from horovod_volo import evaluate, export, labels, pack, train
-from horovod_volo.config.arguments import Parser
-from horovod_volo.config.command_line import build_parser
 from horovod_volo.config.schema import Config
 from horovod_volo.doctor import __main__ as doctor
 
@@ -85,29 +83,6 @@ def test_a_misspelled_required_flag_is_not_said_to_be_missing(capsys: pytest.Cap
     assert "There is no flag --wieghts. Did you mean --weights?" in capsys.readouterr().err
     assert evaluate.main(["images"]) == 2
     assert "required: --weights" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    [
-        ("labels generate", "--batch-size 0"),
-        ("labels generate", "-b many"),
-        ("labels import", "-j 1.5"),
-        ("labels import", "--bad-samples ignore"),
-        ("evaluate", "--img-size 8"),
-        ("evaluate", "--crop-pct x"),
-        ("evaluate", "--binding socket"),
-    ],
-)
-def test_a_wrong_value_has_the_message_of_training(
-    command: str, flags: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refusal(command, flags, capsys) == refusal("train", flags, capsys)
-
-
-def test_there_is_one_class_of_parser() -> None:
-    parsers = [module.build_parser() for module in (evaluate, labels, export, pack, doctor)]
-    assert {type(parser) for parser in [build_parser(), *parsers]} == {Parser}
 
 
 def test_defaults_are_those_of_training_unless_the_help_says_otherwise() -> None:

@@ -30,6 +30,11 @@ def test_the_short_help_fits_on_a_screen_and_its_examples_are_read(
     pattern = r"^  (?:horovodrun -np 8 )?horovod-volo train (.*?)(?:    .*)?$"
     examples = re.findall(pattern, printed, re.MULTILINE)
     assert len(examples) == 4
+    with pytest.raises(SystemExit):
+        parse(["--help-all"])
+    listed = capsys.readouterr().out
+    for shown in (*FLAGS, "(default: 0.0016)", "(default: on)", "(default: 0.08 1)"):
+        assert shown in listed
     for example in examples:
         parse(example.replace("--token-label-data", "--token-label --token-label-data").split())
 
