@@ -47,17 +47,8 @@ class World:
         if launch.size == 1:
             return cls(binding=binding)
         collectives = HorovodCollectives()
-        _check_size(launch, collectives)
-        return cls(
-            rank=collectives.rank,
-            size=collectives.size,
-            local_rank=collectives.local_rank,
-            local_size=collectives.local_size,
-            launcher=launch.launcher,
-            controller=collectives.controller,
-            binding=binding,
-            collectives=collectives,
-        )
+        _check_size(launch, collectives.position["size"])
+        return cls(launcher=launch.launcher, binding=binding, collectives=collectives, **collectives.position)
 
     @classmethod
     def single(cls) -> World:
@@ -88,8 +79,7 @@ class World:
 
     def sum(self, values: Tensor, name: str) -> Tensor:
         """Return the sum over ranks, in the memory of `values`. Collective: every rank calls this."""
-        self.collectives.allreduce_async(values, name, 1.0)()
-        return values
+        return self.collectives.allreduce_async(values, name)()
 
     def gather(self, row: Tensor, name: str) -> Tensor:
         """Return the flat tensors of all ranks (ranks, length). Collective: every rank calls this."""
@@ -210,10 +200,10 @@ def _check_devices(device: torch.device, world: World) -> None:
     world.raise_on_all_ranks(UserError(f"{sharing}. Start one rank per GPU.") if len(same) > 1 else None)
 
 
-def _check_size(launch: LaunchEnv, collectives: HorovodCollectives) -> None:
-    if collectives.size != launch.size:
+def _check_size(launch: LaunchEnv, size: int) -> None:
+    if size != launch.size:
         raise UserError(
-            f"{launch.launcher} started {launch.size} ranks, but Horovod sees {collectives.size}: every rank "
+            f"{launch.launcher} started {launch.size} ranks, but Horovod sees {size}: every rank "
             "would train alone. Horovod must be built for this launcher: start with `horovodrun --gloo`, or "
             "with the `mpirun` of the MPI it was built with (see `horovodrun --check-build`)."
         )

@@ -39,11 +39,13 @@ class Request(NamedTuple):
     ranks: int  # of a dry run; 0: those that the launcher started
 
 
-_USUAL = (
+_USUAL = {
     *("data_dir", "recipe", "model", "img_size", "epochs", "batch_size", "global_batch", "lr", "precision"),
     *("token_label_data", "finetune", "output", "name", "resume", "val_split"),
-)
-_EXAMPLES = """examples:
+}
+_EXAMPLES = """These are the usual flags; --help-all lists all, and --dry-run prints what a run would do.
+
+examples:
   horovod-volo train FOLDER                        folders of classes: the rest is chosen, and said
   horovod-volo train FOLDER --epochs 10 --resume auto
   horovod-volo train FOLDER --recipe volo_d1 --dry-run --ranks 40
@@ -55,15 +57,11 @@ class _ShortHelp(argparse.Action):
     """Prints the usual flags, and examples."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        text = argparse.RawDescriptionHelpFormatter(parser.prog)
-        text.add_usage(parser.usage, [], [])
-        text.add_text(parser.description)
-        text.start_section("the usual flags (--help-all lists all; --dry-run prints what a run would do)")
-        usual = [action for action in parser._actions if action.dest in _USUAL and action.nargs != 0]
-        text.add_arguments(sorted(usual, key=lambda action: _USUAL.index(action.dest)))
-        text.end_section()
-        text.add_text(_EXAMPLES)
-        print(text.format_help(), end="")
+        for action in parser._actions:
+            if action.dest not in _USUAL or action.nargs == 0:
+                action.help = argparse.SUPPRESS
+        parser.epilog = _EXAMPLES
+        parser.print_help()
         parser.exit()
 
 

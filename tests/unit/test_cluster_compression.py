@@ -19,7 +19,7 @@ from horovod_volo.cluster.compression import (
 )
 from horovod_volo.models.build import build_model, spec_of
 
-RANKS = pytest.mark.parametrize("ranks", [2, 8, 40, 256])
+RANKS = pytest.mark.parametrize("ranks", [2, 40, 256])
 BF16_ROUNDING = 2.0**-9  # largest relative error of rounding to bf16
 HALF_A_UNIT = 2.0**-11  # largest relative error of rounding to fp16; equal values all round the same way
 
@@ -100,7 +100,7 @@ def test_the_first_step_is_not_compressed() -> None:
 
 
 @RANKS
-@pytest.mark.parametrize("growth", [30.0, 1e6, 1e30])
+@pytest.mark.parametrize("growth", [30.0, 1e30])
 def test_no_growth_overflows(ranks: int, growth: float) -> None:
     """All ranks have the same gradient, which is the worst case for the sum."""
     emulated = EmulatedRanks(ranks, 100)

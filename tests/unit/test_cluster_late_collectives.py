@@ -30,8 +30,9 @@ Operation = Callable[[], None]
 class EqualRanks(Collectives):
     """The collectives of ranks that all have the values of this one."""
 
-    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
-        return self.launch(lambda: self._sum(tensor, scale))
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:
+        wait = self.launch(lambda: self._sum(tensor, scale))
+        return lambda: self._result(wait, tensor)
 
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:
         part = torch.full_like(tensor[: len(tensor) // RANKS], torch.nan)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.cluster.buckets import build_gradient_buckets
-from horovod_volo.cluster.collectives import Collectives, Wait
+from horovod_volo.cluster.collectives import Collectives, WaitForResult
 from horovod_volo.cluster.compression import scale_into
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
@@ -122,7 +122,7 @@ class RecordingCollectives(Collectives):
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:
         self.names.append(name)
         return super().allreduce_async(tensor, name, scale)
 

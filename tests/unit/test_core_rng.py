@@ -57,9 +57,9 @@ def test_counters_are_not_concatenated() -> None:
 
 
 def test_no_two_purposes_share_a_stream() -> None:
-    samples = np.arange(2000)
+    samples = np.arange(300)
     drawn = {purpose: uniforms_of_samples(10, purpose, 0, 0, samples) for purpose in Purpose}
-    words = {purpose: set(philox(purpose, 0, 0).random_raw(1000).tolist()) for purpose in Purpose}
+    words = {purpose: set(philox(purpose, 0, 0).random_raw(300).tolist()) for purpose in Purpose}
     for first, second in itertools.combinations(Purpose, 2):
         assert not set(drawn[first].ravel()) & set(drawn[second].ravel())
         assert not words[first] & words[second]
