@@ -20,14 +20,14 @@ RECIPES = Path(__file__).parent / "recipes"
 
 # Keys that moved to another table: they are read from both.
 _MOVED = {("exchange", "precision"): "model"}
-# Settings that were removed, with their defaults: the resolved.toml of a run that did not use them is read.
-_REMOVED = [
-    ("launch", "horovod_autotune", ""),
-    ("launch", "horovod_timeline", ""),
-    ("model", "grad_checkpoint_stages", "all"),
-    ("update", "cycle_up", 0.45),
-    ("update", "cycle_start", 0.04),
-]
+# Settings that were removed, and their defaults: the resolved.toml of earlier runs has them.
+_REMOVED = {
+    ("launch", "horovod_autotune"): "",
+    ("launch", "horovod_timeline"): "",
+    ("model", "grad_checkpoint_stages"): "all",
+    ("update", "cycle_up"): 0.45,
+    ("update", "cycle_start"): 0.04,
+}
 
 
 def recipe_names() -> list[str]:
@@ -69,7 +69,9 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             chosen[group] = _published(table, path)
             continue
         for key, value in table.items():
-            if (group, key, value) in _REMOVED:
+            if (group, key) in _REMOVED:
+                if value != _REMOVED[group, key]:
+                    chosen["warnings"] = (f"recipe {path}: {key} is no setting any more, and has no effect",)
                 continue
             home = _MOVED.get((group, key), group)
             if (home, key) not in settings:
@@ -104,7 +106,9 @@ def assemble(chosen: Mapping[str, Any], *, fallback_name: str) -> Config:
         for group, table in group_types().items()
         for known in ({entry.name for entry in fields(table)},)
     }
-    return Config(**groups, published=chosen.get("published", Published()))
+    return Config(
+        **groups, published=chosen.get("published", Published()), warnings=chosen.get("warnings", ())
+    )
 
 
 def dump(config: Config) -> str:
