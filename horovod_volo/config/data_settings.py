@@ -32,9 +32,7 @@ class Data:
         "boxes/, or of COCO",
         positional=True,
     )
-    val_split: str = _classification(
-        "", "folder of DATA_DIR with the held-out images; empty: val, validation, valid or test"
-    )
+    val_split: str = _classification("", "held-out folder of DATA_DIR; empty: val, validation, valid or test")
     val_share: BelowOne = _classification(
         0.1, "share of each class to hold out if there is no such folder; 0: none, which is an error"
     )
@@ -58,9 +56,7 @@ class Data:
     image_decoder: Literal["auto", "dali", "pillow"] = setting(
         "auto", "library that decodes images; auto: DALI where it is installed, else Pillow"
     )
-    scale: Range = _classification(
-        (0.08, 1.0), "area of the random crop, as a fraction of the image", at_most=1.0
-    )
+    scale: Range = _classification((0.08, 1.0), "area of the random crop over that of the image", at_most=1.0)
     ratio: Range = _classification((3 / 4, 4 / 3), "aspect ratio of the random crop, width over height")
     hflip: Fraction = _classification(0.5, "probability of a horizontal flip")
     vflip: Fraction = _classification(0.0, "probability of a vertical flip")
@@ -88,9 +84,7 @@ class Data:
     )
     reprob: Fraction = _classification(0.25, "probability of random erasing", also=("--resplit",))
     remode: Literal["pixel", "rand", "const"] = _classification(
-        "pixel",
-        "fill of erased boxes: noise per pixel, one random color, or the mean color",
-        "with --reprob 0",
+        "pixel", "fill of erased boxes: noise per pixel, a random color, or the mean color", "with --reprob 0"
     )
     recount: Count = _classification(1, "maximum number of erased boxes per image", "with --reprob 0")
     mean: tuple[float, ...] = setting(
@@ -123,9 +117,7 @@ class Data:
         "skip", "replace a damaged image or label map by another sample, or stop the run"
     )
     bad_samples_limit: CountOrZero = setting(
-        100,
-        "number of damaged samples on one rank after which the run stops",
-        idle=("with --bad-samples fail",),
+        100, "damaged samples on one rank after which the run stops", idle=("with --bad-samples fail",)
     )
     catalog_dir: str = setting(
         "",

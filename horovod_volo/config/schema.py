@@ -31,30 +31,20 @@ class Run:
     """run folder, checkpoints and logging"""
 
     output: str = setting("runs", "folder of the run folders")
-    name: str = setting(
-        "", "run folder inside --output; empty: named after the recipe, else the model, else the data folder"
-    )
+    name: str = setting("", "run folder in --output; empty: the name of the recipe, model or data folder")
     resume: str = setting(
-        "",
-        "resume from this checkpoint or run folder; auto: from this run's latest, if there is one",
-        also=("--start-epoch",),
+        "", "resume from a checkpoint or run folder; auto: this run's latest, if any", also=("--start-epoch",)
     )
     seed: CountOrZero = setting(42, "seed of sample order, augmentation and initial weights")
     log_every: Count = setting(50, "steps between log lines", also=("--log-interval",))
-    eval_every: Count = setting(
-        1, "epochs between evaluations; the last epoch is always evaluated", also=("--val-interval",)
-    )
+    eval_every: Count = setting(1, "epochs between evaluations; also at the end", also=("--val-interval",))
     early_stop: CountOrZero = setting(
         0, "end the run after this many evaluations in a row that are no better than the best one; 0: never"
     )
     checkpoint_every: CountOrZero = setting(
-        0,
-        "steps between checkpoints inside an epoch; 0: at the end of epochs only",
-        also=("--recovery-interval",),
+        0, "steps between checkpoints inside an epoch; 0: only at its end", also=("--recovery-interval",)
     )
-    keep_checkpoints: Count = setting(
-        3, "number of checkpoints to keep, besides the best", also=("--checkpoint-hist",)
-    )
+    keep_checkpoints: Count = setting(3, "checkpoints to keep, besides the best", also=("--checkpoint-hist",))
     hang_timeout: NonNegative = setting(
         0.0,
         "seconds without the end of a step after which a run that hangs is ended; 0: 50 of its steps, but at "
@@ -105,9 +95,7 @@ class Model:
         224, "side of the square training and evaluation images, pixels", at_least=32, also=("--input-size",)
     )
     num_classes: CountOrZero = setting(0, "number of classes; 0: the class folders of the training set")
-    drop_path: BelowOne = setting(
-        0.0, "drop path rate (stochastic depth) of the last block", also=("--drop-connect",)
-    )
+    drop_path: BelowOne = setting(0.0, "stochastic depth rate of the last block", also=("--drop-connect",))
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting(
         "fp32",
         "arithmetic of forward and backward; weights stay fp32; tf32: fp32 with products in TF32, on a GPU",
@@ -146,10 +134,7 @@ class Model:
         "blocks:N (the stem and the N layers behind it), or prefixes of parameter names; empty: none",
     )
     use_ema: bool = setting(
-        False,
-        "fine-tune from the EMA weights of --finetune instead of the raw ones",
-        needs="--finetune",
-        idle=(RESUMED,),
+        False, "fine-tune from the EMA weights of --finetune", needs="--finetune", idle=(RESUMED,)
     )
 
 
@@ -167,9 +152,7 @@ class Logging:
         also=("--save-images",),
     )
     histograms_every: CountOrZero = setting(
-        0,
-        "epochs between histograms of weights and gradients in TensorBoard, by block, from the start on; "
-        "0: none",
+        0, "epochs between histograms of weights and gradients in TensorBoard, by block; 0: none"
     )
 
 

@@ -59,9 +59,7 @@ class Objective:
         idle=("with --label-geometry reference",),
     )
     ground_truth: bool = setting(
-        False,
-        "blend the true class into the class target of the label map",
-        needs="--token-label-data",
+        False, "blend the true class into the class target of the label map", needs="--token-label-data"
     )
     cls_weight: NonNegative = setting(1.0, "weight of the class loss")
     dense_weight: NonNegative = setting(0.5, "weight of the token loss", idle=("without --token-label",))
@@ -78,14 +76,10 @@ class Objective:
         0.0, "CutMix: alpha of the Beta distribution; 0: off", excludes=_OTHER_MIXES
     )
     mixup_prob: Fraction = setting(
-        1.0,
-        "probability that --mixup or --cutmix is applied to a batch",
-        idle=("without --mixup or --cutmix",),
+        1.0, "probability that a batch has --mixup or --cutmix", idle=("without --mixup or --cutmix",)
     )
     mixup_switch_prob: Fraction = setting(
-        0.5,
-        "probability of --cutmix instead of --mixup, if both are on",
-        idle=("without --mixup", "without --cutmix"),
+        0.5, "probability of --cutmix instead of --mixup", idle=("without --mixup", "without --cutmix")
     )
 
 
@@ -94,8 +88,7 @@ class Segmentation:
     """segmentation: --task segmentation"""
 
     neck: Literal["lvvit", "pyramid"] = setting(
-        "lvvit",
-        "maps for the head: lvvit, of strides 4, 8, 16, 16, as published; pyramid, of strides 4, 8, 16, 32",
+        "lvvit", "maps for the head: lvvit, of strides 4, 8, 16, 16 as published; pyramid, 4, 8, 16, 32"
     )
     head_width: int = setting(512, "channels of UPerHead", at_least=8)
     auxiliary_width: int = setting(256, "channels of the auxiliary head", at_least=8)
@@ -105,9 +98,7 @@ class Segmentation:
     )
     resize_range: Range = setting((0.5, 2.0), "range of the random factor of --scene-size in training")
     class_share: float = setting(
-        0.75,
-        "largest share of one class in a training crop, for which ten others are tried; 1: any",
-        at_least=0.01,
+        0.75, "largest share of a class in a training crop, else ten others are tried; 1: any", at_least=0.01
     )
     photometric: bool = setting(True, "distort brightness, contrast, saturation and hue in training")
     mask_resize: Literal["centre", "opencv"] = setting(
@@ -132,7 +123,5 @@ class Detection:
     contrast_range: Range = setting((0.5, 1.5), "range of the factor of the contrast in training")
     brightness_range: Range = setting((0.875, 1.125), "range of the factor of the brightness in training")
     min_score: BelowOne = setting(0.05, "score above which a box is found")
-    max_overlap: NonNegative = setting(
-        0.5, "IoU of two found boxes of a class above which the weaker one is dropped"
-    )
+    max_overlap: NonNegative = setting(0.5, "IoU of boxes of a class above which the weaker is dropped")
     most_boxes: Count = setting(200, "boxes that are found in an image, at most")
