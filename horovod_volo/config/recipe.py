@@ -71,7 +71,8 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
         for key, value in table.items():
             if (group, key) in _REMOVED:
                 if value != _REMOVED[group, key]:
-                    chosen["warnings"] = (f"recipe {path}: {key} is no setting any more, and has no effect",)
+                    warning = f"recipe {path}: {key} is no setting any more, and has no effect"
+                    chosen["warnings"] = (*chosen.get("warnings", ()), warning)
                 continue
             home = _MOVED.get((group, key), group)
             if (home, key) not in settings:

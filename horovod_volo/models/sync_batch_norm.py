@@ -25,7 +25,9 @@ from horovod_volo.models.registry import NORMS_OVER_RANKS, NormsOverRanks
 class RankSums(Protocol):
     """The exchanges between ranks that the layers need."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
 
     def gather(self, row: Tensor, name: str) -> Tensor:
         """Return the flat tensors of all ranks (ranks, length). Collective."""
