@@ -19,8 +19,8 @@ from horovod_volo.cluster.buckets import build_gradient_buckets, message_bytes
 from horovod_volo.config.command_line import PREVIEWS
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import RunFacts, config_warnings
+from horovod_volo.config.schema import ONE_RANK, Config
+from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.core.operators import estimated_with_kernels
 from horovod_volo.engine.banner import batch_warnings, format_lines, settings_lines
@@ -120,7 +120,7 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
         f"{(ranks - 1) / ranks * (sent_bytes + gathered_bytes) / _MIB:.0f} MiB through each rank's link",
     }
     warnings = [
-        *config_warnings(config, RunFacts(ranks=ranks, total_steps=derived.total_steps)),
+        *config_warnings(config, [ONE_RANK] if ranks == 1 else []),
         *batch_warnings(config, derived, workload.images),
         *workload.warnings,
     ]

@@ -54,12 +54,7 @@ def _train(config: Config) -> int:
     from horovod_volo.cluster.pinning import bind
 
     # Before torch starts threads: they inherit the binding.
-    bound = bind(
-        config.launch.binding,
-        autotune=config.launch.horovod_autotune,
-        timeline=config.launch.horovod_timeline,
-        ranks_change=config.launch.elastic,
-    )
+    bound = bind(config.launch.binding, ranks_change=config.launch.elastic)
     from horovod_volo.cluster.watchdog import Watchdog
 
     with closing(Watchdog(config.run.hang_timeout, ranks_change=config.launch.elastic)) as watchdog:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from horovod_volo.bench.comparison import Action
-from horovod_volo.cluster.collectives import Collectives, Wait
+from horovod_volo.cluster.collectives import Collectives, WaitForResult
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
@@ -135,7 +135,7 @@ class _NamedCollectives:
     collectives: Collectives
     prefix: str
 
-    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:
         return self.collectives.allreduce_async(tensor, f"{self.prefix}.{name}", scale)
 
 

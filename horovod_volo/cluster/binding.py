@@ -1,5 +1,7 @@
-"""Chooses the CPUs, the NUMA memory, the GPU and the NIC of a rank from the topology of its host.
+"""Chooses the CPUs, the GPU and the NIC of a rank from the topology of its host.
 
+Linux allocates memory on the NUMA node of the CPU that writes it first: that of a rank which is bound to the
+CPUs of one node lies there, as long as some is free.
 Each rank computes the choice for all ranks of its host, so that no CPUs overlap although Horovod is not
 initialized yet. Nothing is changed here: `pinning.py` applies the result.
 """
@@ -7,13 +9,10 @@ initialized yet. Nothing is changed here: `pinning.py` applies the result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from horovod_volo.cluster.topology import UNKNOWN, Device, Host, Nic, cpu_ranges, distance, node_distance
-
-_MIN_CPUS_FOR_BACKGROUND_THREAD = 4  # with fewer, a rank does not leave one to Horovod's background thread
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,9 @@ class Binding:
 
     mode: str
     cpus: tuple[int, ...]
-    memory_nodes: tuple[int, ...] = ()  # preferred NUMA nodes; empty: no memory policy
     gpu: Device | None = None
     nic: Nic | None = None
     nics: tuple[Nic, ...] = ()  # of all ranks of the host
-    background_cpus: tuple[int, ...] = ()  # CPU of Horovod's background thread, by local rank; empty: any
     threads: int = 1
     warnings: tuple[str, ...] = ()
     by_launcher: bool = False  # the launcher had bound the rank, and that was not changed
@@ -48,8 +45,7 @@ class Binding:
         cpus = f"CPU{'s' if len(self.cpus) > 1 else ''} {cpu_ranges(self.cpus)}"
         pinned = "" if self.mode != "none" else " (not pinned)"
         nic = f", {self.nic}" if self.nic else ""
-        memory = f", memory of NUMA node {cpu_ranges(self.memory_nodes)}" if self.memory_nodes else ""
-        return f"{threads} on {cpus}{pinned}{memory}{nic}"
+        return f"{threads} on {cpus}{pinned}{nic}"
 
 
 def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
@@ -71,36 +67,24 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
         return unchanged
     if rank.ranks_bound_here:
         warning = f"the launcher bound this rank to CPUs {cpu_ranges(cpus)}: --binding does not change that"
-        nodes = _memory_nodes(host, cpus)
-        return replace(unchanged, memory_nodes=nodes, warnings=(warning,), by_launcher=True)
-    slices = [_cpus_of_rank(host, cpus_by_node, nodes_of_ranks, other, mode) for other in range(len(gpus))]
-    cpus, sharing_ranks = slices[index]
-    # Only with the real local ranks as indices is the list of background CPUs right for Horovod.
-    indexed_by_local_rank = index == rank.local_rank and len(gpus) == rank.local_size
-    spare = indexed_by_local_rank and all(
-        len(part) >= _MIN_CPUS_FOR_BACKGROUND_THREAD and sharing == 1 for part, sharing in slices
-    )
-    return replace(
-        unchanged,
-        cpus=cpus,
-        memory_nodes=_memory_nodes(host, cpus),
-        background_cpus=tuple(part[-1] for part, _ in slices) if spare else (),
-        threads=max(1, len(cpus) // sharing_ranks),
-        warnings=tuple(_warnings(gpus, index, nodes_of_ranks[index], cpus, sharing_ranks)),
-    )
-
-
-def _warnings(
-    gpus: list[Device | None], index: int, nodes: tuple[int, ...], cpus: tuple[int, ...], sharing_ranks: int
-) -> Iterator[str]:
-    gpu = gpus[index]
+        return replace(unchanged, warnings=(warning,), by_launcher=True)
+    cpus, sharing_ranks = _cpus_of_rank(host, cpus_by_node, nodes_of_ranks, index, mode)
+    gpu, nodes, warnings = gpus[index], nodes_of_ranks[index], []
     if gpu is not None and _all_have_nodes(gpus) and gpu.node not in nodes:
-        yield (
+        warnings.append(
             f"GPU {gpu.name} is at NUMA node {gpu.node}, but this process may use no CPU there: "
             f"node {cpu_ranges(nodes)} is the nearest"
         )
     if sharing_ranks > 1:
-        yield f"{sharing_ranks} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks"
+        warnings.append(
+            f"{sharing_ranks} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks"
+        )
+    return replace(
+        unchanged,
+        cpus=cpus,
+        threads=max(1, len(cpus) // sharing_ranks),
+        warnings=tuple(warnings),
+    )
 
 
 def _gpus_of_ranks(host: Host, rank: LaunchedRank) -> tuple[list[Device | None], int]:
@@ -178,10 +162,3 @@ def _assign_nics(
         assigned.append(nic)
         ranks_of_nic.update([nic] if nic else [])
     return assigned
-
-
-def _memory_nodes(host: Host, cpus: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the NUMA nodes of these CPUs; nothing where they are all nodes that have CPUs."""
-    nodes = tuple(node for node, its_cpus in sorted(host.nodes.items()) if set(its_cpus) & set(cpus))
-    with_cpus = [node for node, its_cpus in host.nodes.items() if its_cpus]
-    return nodes if len(nodes) < len(with_cpus) else ()

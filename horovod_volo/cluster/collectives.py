@@ -64,11 +64,11 @@ class Collectives:
 
     heartbeat = Heartbeat()  # notes whether this rank waits for others
 
-    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:  # noqa: ARG002
-        """Replace `tensor` by `scale` times its sum over ranks."""
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:  # noqa: ARG002
+        """Replace `tensor` by `scale` times its sum over ranks, and return it."""
         if scale != 1.0:
             tensor.mul_(scale)
-        return lambda: None
+        return lambda: tensor
 
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:  # noqa: ARG002
         """Sum a flat tensor over ranks and return this rank's 1/size of the sum."""
@@ -95,22 +95,18 @@ class HorovodCollectives(Collectives):
         if os.environ.get("HOROVOD_CONTROLLER") == "gloo":
             _check_host_name()
         hvd.init()
-        self.rank: int = hvd.rank()
-        self.size: int = hvd.size()
-        self.local_rank: int = hvd.local_rank()
-        self.local_size: int = hvd.local_size()
-        self.controller = "MPI" if hvd.mpi_enabled() else "gloo"
+        # The fields of World.
+        self.position = {
+            **{name: getattr(hvd, name)() for name in ("rank", "size", "local_rank", "local_size")},
+            "controller": "MPI" if hvd.mpi_enabled() else "gloo",
+        }
         self._hvd = hvd
 
-    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:
         hvd = self._hvd
         with self._lost_rank_as_error():
             handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, postscale_factor=scale)
-
-        def wait() -> None:
-            self._synchronize(handle)
-
-        return wait
+        return lambda: self._synchronize(handle)
 
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:
         hvd = self._hvd

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 FAILED, MISTAKE, LOST = 1, 2, -1
 _OF_ONE_RANK = {"--binding", "--workers"}  # settings that may differ from rank to rank
-_SHOWN = 3
+_SHOWN = 3  # differences
 
-_connected: dict[str, Any] = {}  # the world of this process, and the settings that it was connected with
+_connected: dict[str, World] = {}  # the world of this process, by the binding that it was connected with
 
 
 def run_on_ranks(
@@ -59,27 +59,22 @@ def run_on_ranks(
 def connect_once(config: Config) -> World:
     """Bind this process and connect it to its launcher's ranks, at the first call. Collective.
 
-    Raise UserError if the ranks' settings differ, or this process was connected with other ones.
+    Raise UserError if the ranks' settings differ, or this process was bound otherwise.
     """
     from horovod_volo.cluster.pinning import bind
     from horovod_volo.cluster.world import World
 
-    launch = config.launch
+    mode = config.launch.binding
     if not _connected:
         # A process alone, such as a notebook, keeps its cores unless a binding was asked for.
         is_bound = read_launch_env().size > 1 or "binding" in config.non_default
-        binding = bind(
-            launch.binding if is_bound else "none",
-            autotune=launch.horovod_autotune,
-            timeline=launch.horovod_timeline,
-        )
-        _connected.update(world=World.connect(binding), launch=launch)
-    if _connected["launch"] != launch:
+        _connected[mode] = World.connect(bind(mode if is_bound else "none"))
+    if mode not in _connected:
         raise UserError(
-            "binding, horovod_autotune or horovod_timeline differ from those of the first Trainer of this "
-            "process, with which it was bound and Horovod was started. Give the same, or start another."
+            "binding differs from that of the first Trainer of this process, which bound it. Give the same, "
+            "or start another process."
         )
-    world: World = _connected["world"]
+    world = _connected[mode]
     check_same_start(world, by_flag(config))
     return world
 
@@ -111,22 +106,18 @@ def check_same_start(world: World, flags: Mapping[str, Any]) -> None:
     if different:
         from horovod_volo.cluster.world import AllRanksError
 
-        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
         raise AllRanksError(
-            f"The ranks were not started alike: {'; '.join(different[:_SHOWN])}{more}. Start all of them "
-            "with the same command, code and packages; `python -m horovod_volo.doctor` compares hosts."
+            f"The ranks were not started alike: {'; '.join(different[:_SHOWN])}. Start all of them with the "
+            "same command, code and packages; `python -m horovod_volo.doctor` compares hosts."
         )
 
 
 def _difference(name: str, by_rank: list[tuple[str, dict[str, str]]]) -> str:
-    """Return how the first rank that differs from rank 0 does so, and how many differ; else nothing."""
-    hosts, values = [host for host, _ in by_rank], [own.get(name, "not set") for _, own in by_rank]
-    ranks = [rank for rank, value in enumerate(values) if value != values[0]]
-    if not ranks:
-        return ""
-    others = f" ({len(ranks)} ranks differ)" if len(ranks) > 1 else ""
-    first = f"{name} is {values[0] or 'empty'} on rank 0 ({hosts[0]})"
-    return f"{first} and {values[ranks[0]] or 'empty'} on rank {ranks[0]} ({hosts[ranks[0]]}){others}"
+    """Return how the first rank that differs from rank 0 does so; else nothing."""
+    values = [(own.get(name, "not set") or "empty", host) for host, own in by_rank]
+    rank = next((rank for rank, (value, _) in enumerate(values) if value != values[0][0]), 0)
+    here, there = (f"{values[each][0]} on rank {each} ({values[each][1]})" for each in (0, rank))
+    return f"{name} is {here} and {there}" if rank else ""
 
 
 def _print_once(error: UserError, world: World) -> int:

@@ -1,15 +1,13 @@
-"""Binds this process to the CPUs and NUMA nodes of its rank, and sets the environment variables of libraries.
+"""Binds this process to the CPUs of its rank, and sets the environment variables of libraries.
 
-Call this before any library starts threads or initializes CUDA: threads inherit CPU affinity and memory
-policy from the thread that starts them. If the operating system refuses a binding, that is only a warning.
+Call this before any library starts threads or initializes CUDA: threads inherit the CPUs of the
+thread that starts them. If the operating system refuses a binding, that is only a warning.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,22 +27,15 @@ from horovod_volo.cluster.topology import (
 # Names of the processes that start ranks.
 _LAUNCHERS = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy", "slurmstepd"}
 
-# Numbers of (set_mempolicy, get_mempolicy): the C library has no wrappers for them.
-_SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
-_MPOL_DEFAULT, _MPOL_PREFERRED, _MPOL_PREFERRED_MANY = 0, 1, 5
-_MAX_NUMA_NODES = 1024
 
-
-def bind(
-    mode: str, *, autotune: str = "", timeline: str = "", ranks_change: bool = False, root: Path = Path("/")
-) -> Binding:
+def bind(mode: str, *, ranks_change: bool = False, root: Path = Path("/")) -> Binding:
     """Bind this process and set the variables that its libraries read; return the binding in effect.
 
-    `autotune` and `timeline` name the files of Horovod's autotuner and timeline; empty: off. A variable that
-    is set already is not changed: the user, the site or the launcher chose it.
+    A variable that is set already is not changed: the user, the site or the launcher chose it.
     """
     binding = plan_own_binding(mode, root)
-    for name, value in launch_env_vars(binding, autotune, timeline, ranks_change=ranks_change).items():
+    autotunes = os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
+    for name, value in launch_env_vars(binding, autotunes=autotunes, ranks_change=ranks_change).items():
         os.environ.setdefault(name, value)
     threads = compute_threads(binding.threads)
     warnings = [*binding.warnings]
@@ -126,20 +117,8 @@ def _status(process: Path) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def memory_nodes() -> tuple[int, ...]:
-    """Return the NUMA nodes of this thread's memory policy; nothing with the default policy."""
-    calls = _SYSTEM_CALLS.get(platform.machine())
-    if calls is None:
-        return ()
-    policy, mask = ctypes.c_int(), (ctypes.c_ulong * (_MAX_NUMA_NODES // 64))()
-    failed = ctypes.CDLL(None).syscall(calls[1], ctypes.byref(policy), mask, _MAX_NUMA_NODES, 0, 0)
-    if failed or policy.value == _MPOL_DEFAULT:
-        return ()
-    return tuple(node for node in range(_MAX_NUMA_NODES) if mask[node // 64] >> node % 64 & 1)
-
-
 def _apply(binding: Binding) -> list[str]:
-    """Set CPU affinity and memory policy; return what the system refused."""
+    """Set the CPU affinity; return what the system refused."""
     if binding.mode == "none":
         return []
     problems = []
@@ -150,33 +129,11 @@ def _apply(binding: Binding) -> list[str]:
             continue  # the thread has ended
         except OSError as error:
             problems.append(f"cannot bind to CPUs {cpu_ranges(binding.cpus)}: {error.strerror}")
-    if binding.memory_nodes and not memory_nodes():  # a policy from the launcher stays
-        problem = _prefer_memory(binding.memory_nodes)
-        if problem:
-            nodes = cpu_ranges(binding.memory_nodes)
-            problems.append(f"memory is not bound to NUMA node {nodes}: {problem}")
     return list(dict.fromkeys(problems))  # each once
 
 
-def _prefer_memory(nodes: tuple[int, ...]) -> str:
-    """Set the memory policy "preferred" for these nodes; return the error message, or nothing.
-
-    Not "bind": when a node is full, memory of another node is slower, but nothing kills the rank.
-    """
-    calls = _SYSTEM_CALLS.get(platform.machine())
-    if calls is None:
-        return f"set_mempolicy is not known on {platform.machine()}"
-    mask = (ctypes.c_ulong * (_MAX_NUMA_NODES // 64))()
-    for node in nodes:
-        mask[node // 64] |= 1 << node % 64
-    library = ctypes.CDLL(None, use_errno=True)
-    policy = _MPOL_PREFERRED if len(nodes) == 1 else _MPOL_PREFERRED_MANY  # the latter since Linux 5.15
-    failed = library.syscall(calls[0], policy, mask, _MAX_NUMA_NODES + 1)
-    return os.strerror(ctypes.get_errno()) if failed else ""
-
-
 def launch_env_vars(
-    binding: Binding, autotune: str = "", timeline: str = "", *, ranks_change: bool = False
+    binding: Binding, *, autotunes: bool = False, ranks_change: bool = False
 ) -> dict[str, str]:
     """Return the variables of a rank that Horovod, NCCL, MPI and the thread libraries read."""
     variables = {
@@ -197,24 +154,16 @@ def launch_env_vars(
         "UCX_NET_DEVICES": str(binding.nic or ""),
         # The interface of this rank's NIC for gloo, unless horovodrun --network-interface chose one.
         "HOROVOD_GLOO_IFACE": binding.nic.interface if binding.nic else "",
-        # Horovod's background thread on the last CPU of each rank, because the training loop tends to run on
-        # the first. Not set where a rank has too few CPUs to spare one.
-        "HOROVOD_THREAD_AFFINITY": ",".join(map(str, binding.background_cpus)),
         # Milliseconds between Horovod's negotiation cycles. For a rank that computes on one core, cycles take
         # a tenth of that core with Horovod's default of 1, and a twentieth with 10; a step then waits some
         # 6 ms more. A rank with a GPU has spare cores and keeps the default, and so do ranks that may change:
         # Horovod crashes when it is initialized again with this and a fusion threshold.
-        "HOROVOD_CYCLE_TIME": "" if binding.gpu or autotune or ranks_change else "10",
+        "HOROVOD_CYCLE_TIME": "" if binding.gpu or autotunes or ranks_change else "10",
         # No tensor fusion: buckets are reduced in place. Horovod would copy those that happen to be ready
         # together into one buffer, and more than two ranks would round differently from run to run.
-        "HOROVOD_FUSION_THRESHOLD": "" if autotune else "0",
+        "HOROVOD_FUSION_THRESHOLD": "" if autotunes else "0",
         # Open MPI waits by spinning, and Horovod's thread waits for the slowest rank in every cycle: with
         # 5 ms between cycles it used 85 % as much CPU time as the computing thread, and 4 % with yielding.
         "OMPI_MCA_mpi_yield_when_idle": "1",
-        # --horovod-autotune: Horovod tries fusion thresholds and cycle times during training, and logs them.
-        "HOROVOD_AUTOTUNE": "1" if autotune else "",
-        "HOROVOD_AUTOTUNE_LOG": autotune,
-        # --horovod-timeline: the phases of each collective, for Chrome's trace viewer.
-        "HOROVOD_TIMELINE": timeline,
     }
     return {name: value for name, value in variables.items() if value}

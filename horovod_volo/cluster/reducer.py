@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket, build_gradient_buckets
-from horovod_volo.cluster.collectives import Wait, WaitForResult
+from horovod_volo.cluster.collectives import Wait
 from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCompression, ReduceAsync
 from horovod_volo.cluster.step_statistics import StepStatistics
 from horovod_volo.cluster.world import World
@@ -85,17 +85,7 @@ class Reducer:
 
     def _reduction(self, bucket: Bucket) -> tuple[Tensor, ReduceAsync]:
         """Return the tensor for a bucket's averaged gradients, and the collective that sums over ranks."""
-
-        def allreduce_async(tensor: Tensor, name: str) -> WaitForResult:
-            wait = self._world.collectives.allreduce_async(tensor, name, 1.0)
-
-            def wait_for_result() -> Tensor:
-                wait()
-                return tensor
-
-            return wait_for_result
-
-        return bucket.gradients, allreduce_async
+        return bucket.gradients, self._world.collectives.allreduce_async
 
     @contextmanager
     def synchronized_gradients(self) -> Iterator[None]:

@@ -60,15 +60,13 @@ class ShardedReducer(Reducer):
         """Write an overflow of any rank into the gradients of all, which then all skip the same step."""
         flags = [shard.gradients.abs().amax() * 0 for shard in self._shards]  # 0, or nan
         overflow = torch.stack(flags).sum()
-        self._world.collectives.allreduce_async(overflow, "overflow", 1.0)()
+        self._world.sum(overflow, "overflow")
         for shard in self._shards:
             shard.gradients[0] += overflow
 
     def global_grad_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of all gradients, given the local norm. Collective: every rank calls this."""
-        squared = norm.square()
-        self._world.collectives.allreduce_async(squared, "norm", 1.0)()
-        return squared.sqrt()
+        return self._world.sum(norm.square(), "norm").sqrt()
 
     def replicated_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return nothing: no two ranks have the same optimizer state."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 
 import pynvml
@@ -151,7 +151,8 @@ def _gpus(root: Path, driver_gpus: Sequence[tuple[str, str]]) -> tuple[Device, .
 def _nics(root: Path) -> tuple[Nic, ...]:
     """Return the active InfiniBand ports; without any, the active ports for RDMA over Ethernet."""
     by_link: dict[str, list[Nic]] = {"InfiniBand": [], "Ethernet": []}
-    for nic in sorted((root / "sys/class/infiniband").glob("*"), key=lambda folder: _natural(folder.name)):
+    # mlx5_2 before mlx5_10
+    for nic in sorted((root / "sys/class/infiniband").glob("*"), key=lambda nic: (len(nic.name), nic.name)):
         folder = (nic / "device").resolve()
         # The kernel counts the ports of a card from 0 in dev_port, and from 1 below ports/.
         interfaces = {
@@ -170,19 +171,11 @@ def _nics(root: Path) -> tuple[Nic, ...]:
 
 def _pci_path(folder: Path) -> tuple[str, ...]:
     """Return the part of .../devices/pci0000:00/0000:00:01.1/0000:07:00.0 from the root bridge on."""
-    parts = folder.parts
-    bridge = next((index for index, part in enumerate(parts) if _BRIDGE.fullmatch(part)), len(parts))
-    return parts[bridge:]
+    return tuple(dropwhile(lambda part: not _BRIDGE.fullmatch(part), folder.parts))
 
 
 def _numa_node(folder: Path) -> int:
-    text = read_text_or_empty(folder / "numa_node")
-    return int(text) if text else UNKNOWN
-
-
-def _natural(name: str) -> list[str | int]:
-    """Return a sort key that puts mlx5_2 before mlx5_10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    return int(read_text_or_empty(folder / "numa_node") or UNKNOWN)
 
 
 def list_gpus() -> list[tuple[str, str]]:

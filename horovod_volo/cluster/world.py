@@ -47,17 +47,8 @@ class World:
         if launch.size == 1:
             return cls(binding=binding)
         collectives = HorovodCollectives()
-        _check_size(launch, collectives)
-        return cls(
-            rank=collectives.rank,
-            size=collectives.size,
-            local_rank=collectives.local_rank,
-            local_size=collectives.local_size,
-            launcher=launch.launcher,
-            controller=collectives.controller,
-            binding=binding,
-            collectives=collectives,
-        )
+        _check_size(launch, collectives.position["size"])
+        return cls(launcher=launch.launcher, binding=binding, collectives=collectives, **collectives.position)
 
     @classmethod
     def single(cls) -> World:
@@ -83,13 +74,22 @@ class World:
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Return the sum over ranks of each value, exact up to 2^53. Collective: every rank calls this."""
-        sums = torch.tensor(values, dtype=torch.float64)
-        self.collectives.allreduce_async(sums, "total", 1.0)()
-        return [float(value) for value in sums]
+        sums: list[float] = self.sum(torch.tensor(values, dtype=torch.float64), "total").tolist()
+        return sums
 
-    def average_(self, tensor: Tensor, name: str) -> None:
-        """Replace a float tensor by its mean over ranks. Collective: every rank calls this."""
-        self.collectives.allreduce_async(tensor, name, 1.0 / self.size)()
+    def sum(self, values: Tensor, name: str) -> Tensor:
+        """Return the sum over ranks, in the memory of `values`. Collective: every rank calls this."""
+        return self.collectives.allreduce_async(values, name)()
+
+    def gather(self, row: Tensor, name: str) -> Tensor:
+        """Return the flat tensors of all ranks (ranks, length). Collective: every rank calls this."""
+        return self.collectives.allgather_async(row, name)().view(self.size, -1)
+
+    def concatenate_async(self, part: Tensor, name: str) -> WaitForResult:
+        """Start to concatenate the flat tensors of all ranks, which may differ in length. Collective."""
+        # Horovod does not support bf16: concatenate the bytes.
+        wait = self.collectives.allgather_async(part.view(torch.uint8), name)
+        return lambda: wait().view(part.dtype)
 
     def broadcast_(self, tensors: Iterable[Tensor], root: int = 0) -> None:
         """Replace tensors by those of rank `root`. Collective: every rank calls this."""
@@ -151,33 +151,6 @@ class World:
             )
 
 
-class WorldSums:
-    """The exchanges of synchronised batch norm and of Muon. Each has a name, the same on all ranks."""
-
-    def __init__(self, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
-        self.exchanges = 0
-        self._collectives = world.collectives
-
-    def gather(self, row: Tensor, name: str) -> Tensor:
-        """Return the flat tensors of all ranks (ranks, length). Collective: every rank calls this."""
-        self.exchanges += 1
-        return self._collectives.allgather_async(row, name)().view(self.size, -1)
-
-    def sum(self, values: Tensor, name: str) -> Tensor:
-        """Return the sum over ranks, in the memory of `values`. Collective: every rank calls this."""
-        self.exchanges += 1
-        self._collectives.allreduce_async(values, name, 1.0)()
-        return values
-
-    def concatenate_async(self, part: Tensor, name: str) -> WaitForResult:
-        """Start to concatenate the flat tensors of all ranks, which may differ in length. Collective."""
-        self.exchanges += 1
-        # Horovod does not support bf16: concatenate the bytes.
-        wait = self._collectives.allgather_async(part.view(torch.uint8), name)
-        return lambda: wait().view(part.dtype)
-
-
 @dataclass(frozen=True)
 class RankResources:
     """Device, threads and binding of a rank."""
@@ -227,10 +200,10 @@ def _check_devices(device: torch.device, world: World) -> None:
     world.raise_on_all_ranks(UserError(f"{sharing}. Start one rank per GPU.") if len(same) > 1 else None)
 
 
-def _check_size(launch: LaunchEnv, collectives: HorovodCollectives) -> None:
-    if collectives.size != launch.size:
+def _check_size(launch: LaunchEnv, size: int) -> None:
+    if size != launch.size:
         raise UserError(
-            f"{launch.launcher} started {launch.size} ranks, but Horovod sees {collectives.size}: every rank "
+            f"{launch.launcher} started {launch.size} ranks, but Horovod sees {size}: every rank "
             "would train alone. Horovod must be built for this launcher: start with `horovodrun --gloo`, or "
             "with the `mpirun` of the MPI it was built with (see `horovodrun --check-build`)."
         )

@@ -17,24 +17,33 @@ from horovod_volo.core.names import nearest
 # Flags of timm, sail-sg/volo, TokenLabeling and torchrun that have no setting in their place; those
 # that have one are declared with it. Flags that have one answer share a row.
 _FOREIGN = {
+    "--split-bn --bn-momentum --bn-eps --bn-tf --gp --head-init-scale --channels-last --pin-mem "
+    "--no-prefetcher --use-multi-epochs-loader --fuser --worker-seeding --dataloader --synchronize-step "
+    "--sched-on-updates --fast-norm --lr-base-scale": "It is not needed here, see docs/migration.md.",
+    "--experiment --eval-metric": (
+        "Results are in --output, in the folder --name; `best` is of the highest accuracy."
+    ),
+    "--drop --drop-block": "These networks have no dropout; stochastic depth is --drop-path.",
+    "--mixup-mode --mixup-off-epoch --cutmix-minmax": (
+        "Mixup and CutMix mix pairs of every batch: --mixup, --cutmix, --mixup-switch-prob."
+    ),
+    "--lr-cycle-mul --lr-cycle-limit --lr-noise --patience-epochs": (
+        "The learning rate is a function of the step: --sched; --plugin registers your own."
+    ),
     "--nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --master-addr "
     "--master-port --local-rank --world-size --dist-url --dist-backend --standalone": (
         "The launcher says how many ranks there are and where: horovodrun -np RANKS -H HOST:GPUS,..."
     ),
-    "--split-bn --bn-momentum --bn-eps --bn-tf --gp --head-init-scale": "It is the model's own.",
+    "--horovod-autotune --horovod-timeline": (
+        "Set HOROVOD_AUTOTUNE=1 with HOROVOD_AUTOTUNE_LOG=FILE, or HOROVOD_TIMELINE=FILE, for all ranks."
+    ),
     "--opt-eps --opt-betas --opt-kwargs --opt-args --opt-foreach": (
         "The optimizers' other constants are the published ones; --plugin registers your own."
     ),
-    "--channels-last --pin-mem --no-prefetcher --use-multi-epochs-loader --fuser --worker-seeding "
-    "--dataloader --synchronize-step --sched-on-updates --fast-norm": "It is not needed here.",
     "--train-split --class-map --dataset --dataset-download": (
         "The data folder has train/ and val/; --val-split names another folder of held-out images."
     ),
-    "--experiment --eval-metric": (
-        "Results are in --output, in the folder --name; `best` is of the highest accuracy."
-    ),
     "--data --data-dir --data-path": "The data folder is the first argument, without a flag.",
-    "--drop --drop-block": "These networks have no dropout; stochastic depth is --drop-path.",
     "--device": "A rank takes a GPU, or the CPU where there is none; CUDA_VISIBLE_DEVICES limits the GPUs.",
     "--max-restarts": "A job started again goes on with --resume auto; an --elastic run may lose hosts.",
     "--dist-bn": (
@@ -42,13 +51,6 @@ _FOREIGN = {
     ),
     "--config -c": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
     "--no-aug": "No augmentation: --aa '' --color-jitter 0 --reprob 0 --scale 1 1 --ratio 1 1 --hflip 0.",
-    "--mixup-mode --mixup-off-epoch --cutmix-minmax": (
-        "Mixup and CutMix mix pairs of every batch: --mixup, --cutmix, --mixup-switch-prob."
-    ),
-    "--lr-cycle-mul --lr-cycle-limit --lr-noise --patience-epochs": (
-        "The learning rate is a function of the step: --sched; --plugin registers your own."
-    ),
-    "--lr-base-scale": "Learning rates are proportional to the global batch: --lr-base, --lr-base-size.",
     "--tta --evaluate": "python -m horovod_volo.evaluate measures the accuracy, also of several crops.",
 }
 

@@ -39,11 +39,13 @@ class Request(NamedTuple):
     ranks: int  # of a dry run; 0: those that the launcher started
 
 
-_USUAL = (
+_USUAL = {
     *("data_dir", "recipe", "model", "img_size", "epochs", "batch_size", "global_batch", "lr", "precision"),
     *("token_label_data", "finetune", "output", "name", "resume", "val_split"),
-)
-_EXAMPLES = """examples:
+}
+_EXAMPLES = """These are the usual flags; --help-all lists all, and --dry-run prints what a run would do.
+
+examples:
   horovod-volo train FOLDER                        folders of classes: the rest is chosen, and said
   horovod-volo train FOLDER --epochs 10 --resume auto
   horovod-volo train FOLDER --recipe volo_d1 --dry-run --ranks 40
@@ -55,15 +57,11 @@ class _ShortHelp(argparse.Action):
     """Prints the usual flags, and examples."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        text = argparse.RawDescriptionHelpFormatter(parser.prog)
-        text.add_usage(parser.usage, [], [])
-        text.add_text(parser.description)
-        text.start_section("the usual flags (--help-all lists all; --dry-run prints what a run would do)")
-        usual = [action for action in parser._actions if action.dest in _USUAL and action.nargs != 0]
-        text.add_arguments(sorted(usual, key=lambda action: _USUAL.index(action.dest)))
-        text.end_section()
-        text.add_text(_EXAMPLES)
-        print(text.format_help(), end="")
+        for action in parser._actions:
+            if action.dest not in _USUAL or action.nargs == 0:
+                action.help = argparse.SUPPRESS
+        parser.epilog = _EXAMPLES
+        parser.print_help()
         parser.exit()
 
 
@@ -87,8 +85,7 @@ def build_parser() -> Parser:
     add_flags(parser, Setting(name="ranks", kind=int, default=0, at_least=1, help=ranks))
     sections = {name: parser.add_argument_group(table.__doc__) for name, table in group_types().items()}
     for setting in all_settings():
-        help = setting.help + _family_defaults(setting.name)
-        add_flag(sections[setting.group], replace(setting, help=help), required=False)
+        add_flag(sections[setting.group], setting, required=False)
     return parser
 
 
@@ -96,12 +93,6 @@ def published_defaults(flags: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the published defaults of the chosen model's family that differ from the schema's."""
     model = flags.get("model", Model.model)
     return next((own for family, own in FAMILIES.items() if model.startswith(family)), {})
-
-
-def _family_defaults(setting: str) -> str:
-    """Return the part of a help line that lists other defaults of families."""
-    own = {family: defaults[setting] for family, defaults in FAMILIES.items() if setting in defaults}
-    return "".join(f"; {family}* without a recipe: {value}" for family, value in own.items())
 
 
 def parse(argv: list[str]) -> Request:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from horovod_volo.config.setting import (
     BelowOne,
@@ -15,7 +15,10 @@ from horovod_volo.config.setting import (
     setting,
 )
 
-_OTHER_TASK = "without --task classification"
+
+def _classification(default: Any, help: str, *idle: str, **declared: Any) -> Any:
+    """Declare a setting that only --task classification reads; `idle` are further conditions."""
+    return setting(default, help, idle=("without --task classification", *idle), **declared)
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,9 @@ class Data:
         "boxes/, or of COCO",
         positional=True,
     )
-    val_split: str = setting(
-        "",
-        "folder of DATA_DIR with the held-out images; empty: val, validation, valid or test",
-        idle=(_OTHER_TASK,),
-    )
-    val_share: BelowOne = setting(
-        0.1,
-        "share of each class to hold out if there is no such folder; 0: none, which is an error",
-        idle=(_OTHER_TASK,),
+    val_split: str = _classification("", "held-out folder of DATA_DIR; empty: val, validation, valid or test")
+    val_share: BelowOne = _classification(
+        0.1, "share of each class to hold out if there is no such folder; 0: none, which is an error"
     )
     batch_size: Count = setting(
         128, "images per rank and micro-batch; with --global-batch: at most", aliases=("-b",)
@@ -59,63 +56,50 @@ class Data:
     image_decoder: Literal["auto", "dali", "pillow"] = setting(
         "auto", "library that decodes images; auto: DALI where it is installed, else Pillow"
     )
-    scale: Range = setting(
-        (0.08, 1.0), "area of the random crop, as a fraction of the image", at_most=1.0, idle=(_OTHER_TASK,)
+    scale: Range = _classification((0.08, 1.0), "area of the random crop over that of the image", at_most=1.0)
+    ratio: Range = _classification((3 / 4, 4 / 3), "aspect ratio of the random crop, width over height")
+    hflip: Fraction = _classification(0.5, "probability of a horizontal flip")
+    vflip: Fraction = _classification(0.0, "probability of a vertical flip")
+    train_interpolation: Literal["random", "bilinear", "bicubic"] = _classification(
+        "random", "interpolation of training crops; random: drawn for each image"
     )
-    ratio: Range = setting(
-        (3 / 4, 4 / 3), "aspect ratio of the random crop, width over height", idle=(_OTHER_TASK,)
-    )
-    hflip: Fraction = setting(0.5, "probability of a horizontal flip", idle=(_OTHER_TASK,))
-    vflip: Fraction = setting(0.0, "probability of a vertical flip", idle=(_OTHER_TASK,))
-    train_interpolation: Literal["random", "bilinear", "bicubic"] = setting(
-        "random", "interpolation of training crops; random: drawn for each image", idle=(_OTHER_TASK,)
-    )
-    aa: str = setting(
+    aa: str = _classification(
         "rand-m9-mstd0.5-inc1",
         "augmentation in timm's notation: RandAugment (m magnitude, n operations, p probability, mstd and "
         "mmax deviation and maximum of m, inc1 severity increases with m); empty: none",
-        idle=(_OTHER_TASK,),
     )
-    randaugment_on: Literal["crop", "image"] = setting(
+    randaugment_on: Literal["crop", "image"] = _classification(
         "crop",
         "apply --aa or --color-jitter to the crop, as timm does, or to the image before the crop, "
         "as published for token labels",
-        idle=(_OTHER_TASK, "without --aa or --color-jitter"),
+        "without --aa or --color-jitter",
     )
-    color_jitter: NonNegative = setting(
+    color_jitter: NonNegative = _classification(
         0.4,
         "strength of brightness, contrast and saturation jitter, without --aa",
+        "with --aa",
         also=("--color-jitter-prob",),
-        idle=(_OTHER_TASK, "with --aa"),
     )
-    reprob: Fraction = setting(
-        0.25, "probability of random erasing", also=("--resplit",), idle=(_OTHER_TASK,)
+    reprob: Fraction = _classification(0.25, "probability of random erasing", also=("--resplit",))
+    remode: Literal["pixel", "rand", "const"] = _classification(
+        "pixel", "fill of erased boxes: noise per pixel, a random color, or the mean color", "with --reprob 0"
     )
-    remode: Literal["pixel", "rand", "const"] = setting(
-        "pixel",
-        "fill of erased boxes: noise per pixel, one random color, or the mean color",
-        idle=(_OTHER_TASK, "with --reprob 0"),
-    )
-    recount: Count = setting(
-        1, "maximum number of erased boxes per image", idle=(_OTHER_TASK, "with --reprob 0")
-    )
+    recount: Count = _classification(1, "maximum number of erased boxes per image", "with --reprob 0")
     mean: tuple[float, ...] = setting(
         (), "mean of red, green and blue, which is subtracted from pixels from 0 to 1; empty: the model's"
     )
     std: tuple[float, ...] = setting(
         (), "standard deviation of red, green and blue, by which pixels are divided; empty: the model's"
     )
-    crop_pct: NonNegative = setting(
-        0.0,
-        "evaluation crop: side of the crop over side of the resized image; 0: the model's",
-        idle=(_OTHER_TASK,),
+    crop_pct: NonNegative = _classification(
+        0.0, "evaluation crop: side of the crop over side of the resized image; 0: the model's"
     )
     block_shuffle: CountOrZero = setting(
         0,
         "shuffle blocks of this many neighbouring images, then images within --shuffle-window blocks, for "
         "storage that needs long reads; 0: shuffle all images",
     )
-    balance: Fraction = setting(
+    balance: Fraction = _classification(
         0.0,
         "draw images of rare classes more often: a class of n images gets a part of the epoch in proportion "
         "to n ** (1 - balance); 0: as many draws as images; 1: as many as every other class",
@@ -123,7 +107,6 @@ class Data:
             "--block-shuffle": "{flag} draws images of rare classes several times, and --block-shuffle reads "
             "each once. Drop one of them."
         },
-        idle=(_OTHER_TASK,),
     )
     shuffle_window: Count = setting(
         64, "number of blocks whose images are shuffled together", idle=("without --block-shuffle",)
@@ -132,9 +115,7 @@ class Data:
         "skip", "replace a damaged image or label map by another sample, or stop the run"
     )
     bad_samples_limit: CountOrZero = setting(
-        100,
-        "number of damaged samples on one rank after which the run stops",
-        idle=("with --bad-samples fail",),
+        100, "damaged samples on one rank after which the run stops", idle=("with --bad-samples fail",)
     )
     catalog_dir: str = setting(
         "",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from horovod_volo.config.schema import Config
 from horovod_volo.config.update_settings import Update, all_epochs
@@ -11,14 +10,6 @@ from horovod_volo.core.errors import UserError
 
 # The global batch of `lr_base` in recipes that do not state `lr_base_size`.
 REFERENCE_BATCH = 1024
-
-
-class LearningRates(NamedTuple):
-    """The learning rates of the schedule at the actual global batch."""
-
-    peak: float
-    minimum: float
-    warmup: float  # at the first step of warm-up
 
 
 @dataclass(frozen=True)
@@ -76,19 +67,16 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
         )
     steps_per_epoch = images // global_batch
     epochs, warmup_steps = all_epochs(update), steps_per_epoch * update.warmup_epochs
-    rates = _learning_rates(update, global_batch)
     return Derived(
-        ranks=ranks,
-        global_batch=global_batch,
-        steps_per_epoch=steps_per_epoch,
-        epochs=epochs,
+        ranks,
+        global_batch,
+        steps_per_epoch,
+        epochs,
         total_steps=steps_per_epoch * epochs,
         decay_steps=steps_per_epoch * update.epochs,
         warmup_steps=warmup_steps,
         prefix_steps=warmup_steps if update.warmup_prefix else 0,
-        peak_lr=rates.peak,
-        min_lr=rates.minimum,
-        warmup_lr=rates.warmup,
+        **_learning_rates(update, global_batch),
     )
 
 
@@ -98,25 +86,23 @@ def nearest_batches(global_batch: int, ranks: int) -> list[int]:
     return [batch for batch in dict.fromkeys((below, -(-global_batch // ranks) * ranks)) if batch]
 
 
-def scaled_rates(update: Update, global_batch: int) -> LearningRates:
+def _peak_lr(update: Update, global_batch: int) -> float:
+    return update.lr or update.lr_base * (global_batch / (update.lr_base_size or REFERENCE_BATCH))
+
+
+def _learning_rates(update: Update, global_batch: int) -> dict[str, float]:
     """Return the learning rates at a global batch; at --lr-base-size they are exactly as stated."""
-    if update.lr:
-        return LearningRates(update.lr, update.min_lr, update.warmup_lr)
-    scale = global_batch / (update.lr_base_size or REFERENCE_BATCH)
-    ends = scale if update.lr_base_size else 1.0
-    return LearningRates(update.lr_base * scale, update.min_lr * ends, update.warmup_lr * ends)
-
-
-def _learning_rates(update: Update, global_batch: int) -> LearningRates:
-    rates = scaled_rates(update, global_batch)
+    peak = _peak_lr(update, global_batch)
+    ends = 1.0 if update.lr or not update.lr_base_size else global_batch / update.lr_base_size
+    rates = {"peak_lr": peak, "min_lr": update.min_lr * ends, "warmup_lr": update.warmup_lr * ends}
     # The limit in the message is in the units that the user types, before scaling.
-    limit = rates.peak if update.lr or not update.lr_base_size else update.lr_base
-    ends = {"--min-lr": rates.minimum, "--warmup-lr": rates.warmup if update.warmup_epochs else 0.0}
-    for flag, rate in ends.items():
-        if rate > rates.peak:
+    limit = peak if update.lr or not update.lr_base_size else update.lr_base
+    for name in ("min_lr", "warmup_lr") if update.warmup_epochs else ("min_lr",):
+        if rates[name] > peak:
+            flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"At a global batch of {global_batch:,} the peak learning rate is {rates.peak:.3g}, below "
-                f"{flag}, which is {rate:.3g}. Use {flag} {limit!r} or less, or increase "
+                f"At a global batch of {global_batch:,} the peak learning rate is {peak:.3g}, below {flag}, "
+                f"which is {rates[name]:.3g}. Use {flag} {limit!r} or less, or increase "
                 f"{'--lr' if update.lr else '--lr-base'}."
             )
     return rates
@@ -166,7 +152,7 @@ def _split_unevenly(images: int, ranks: int, largest: int) -> tuple[int, int]:
 def _offer(config: Config, ranks: int, global_batch: int) -> str:
     batch, accumulation = _split(global_batch // ranks, config.data.batch_size)
     product = f"--global-batch {global_batch} = {ranks} x {batch} x {accumulation} micro-batches"
-    return f"{product}, peak learning rate {scaled_rates(config.update, global_batch).peak:.3g}"
+    return f"{product}, peak learning rate {_peak_lr(config.update, global_batch):.3g}"
 
 
 def _smaller(images: int, ranks: int, config: Config) -> str:

@@ -22,6 +22,8 @@ RECIPES = Path(__file__).parent / "recipes"
 _MOVED = {("exchange", "precision"): "model"}
 # Keys that were removed, with the value that changes nothing: the resolved.toml of an earlier run has all.
 _REMOVED = {
+    ("launch", "horovod_autotune"): "",
+    ("launch", "horovod_timeline"): "",
     ("logging", "histograms_every"): 0,
     ("model", "grad_checkpoint_stages"): "all",
     ("objective", "class_weights"): "",
@@ -49,17 +51,13 @@ def recipe_names() -> list[str]:
 def load_recipe(name_or_path: str) -> dict[str, Any]:
     """Return the checked values of a recipe by setting name; the recipe is a name or a path."""
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml", ".json"):
-        raise UserError(
-            f"Recipes are TOML, not {path.suffix[1:].upper()}: {name_or_path}. `--dry-run` with the same "
-            "settings as flags prints them as a recipe."
-        )
     if path.suffix != ".toml":
         path = RECIPES / f"{name_or_path}.toml"
         if not path.is_file():
             hint = nearest(name_or_path, recipe_names())
             raise UserError(
-                f"There is no recipe {name_or_path!r}.{hint} Recipes: {', '.join(recipe_names())}."
+                f"There is no recipe {name_or_path!r}.{hint} Recipes: {', '.join(recipe_names())}. One of "
+                "your own is a file NAME.toml, which --dry-run prints for the settings of other flags."
             )
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -84,14 +82,15 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             chosen[group] = _published(table, path)
             continue
         for key, value in table.items():
-            if (group, key) in _REMOVED and value == _REMOVED[group, key]:
+            unused = (group, key) in _REMOVED and value == _REMOVED[group, key]
+            if unused or ((group, key) in _REMOVED and group in ("launch", "logging")):
+                if not unused:  # no result depends on it
+                    warning = f"recipe {path}: {key} is no setting any more, and has no effect"
+                    chosen["warnings"] = (*chosen.get("warnings", ()), warning)
                 continue
             home = _MOVED.get((group, key), group)
             if (home, key) not in settings:
                 raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")
-            if home != group:
-                moved = f"recipe {path}: {key} belongs to [{home}] now, no longer to [{group}]"
-                chosen["warnings"] = (moved,)
             if home == group or key not in tables.get(home, {}):
                 chosen[key] = settings[home, key].checked(value, f"Recipe {path}: {group}.{key}")
     # Recipes older than lr_base_size: only the peak is scaled, the other two learning rates are not.
@@ -102,13 +101,9 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _published(table: dict[str, Any], path: Path) -> Published:
     names = [setting.name for setting in all_settings()]
-    for key in table:
-        if key not in ("top1", "needs"):
-            hint = nearest(key, ("top1", "needs"))
-            raise UserError(f"Recipe {path} has an unknown key {key!r} in [published].{hint}")
     top1, needs = table.get("top1", 0.0), table.get("needs", [])
-    is_list = isinstance(needs, list) and all(need in names for need in needs)
-    if type(top1) not in (int, float) or not is_list:
+    known = table.keys() <= {"top1", "needs"} and type(top1) in (int, float)
+    if not known or not isinstance(needs, list) or not all(need in names for need in needs):
         raise UserError(f"Recipe {path}: [published] takes top1, a number, and needs, names of settings.")
     return Published(float(top1), tuple(needs))
 

@@ -15,7 +15,15 @@ from horovod_volo.config.setting import BelowOne, Count, CountOrZero, NonNegativ
 from horovod_volo.config.task_settings import Detection, Objective, Segmentation
 from horovod_volo.config.update_settings import Exchange, Update
 
-_RESUMES = "in a run that resumes from a checkpoint"
+ONE_RANK, ON_CPU, RESUMED = "with one rank", "on a CPU", "in a run that resumes from a checkpoint"
+FACTS = (ONE_RANK, ON_CPU, RESUMED)  # conditions of settings that are known at the start of a run
+# When all settings of a group have no effect.
+_IDLE_GROUPS = {
+    "objective": "without --task classification",
+    "segmentation": "without --task segmentation",
+    "detection": "without --task detection",
+    "exchange": ONE_RANK,
+}
 
 
 @dataclass(frozen=True)
@@ -23,32 +31,20 @@ class Run:
     """run folder, checkpoints and logging"""
 
     output: str = setting("runs", "folder of the run folders")
-    name: str = setting(
-        "", "run folder inside --output; empty: named after the recipe, else the model, else the data folder"
-    )
+    name: str = setting("", "run folder in --output; empty: the name of the recipe, model or data folder")
     resume: str = setting(
-        "",
-        "resume from this checkpoint or run folder; auto: from this run's latest, if there is one",
-        also=("--start-epoch",),
+        "", "resume from a checkpoint or run folder; auto: this run's latest, if any", also=("--start-epoch",)
     )
     seed: CountOrZero = setting(42, "seed of sample order, augmentation and initial weights")
     log_every: Count = setting(50, "steps between log lines", also=("--log-interval",))
-    eval_every: Count = setting(
-        1, "epochs between evaluations; the last epoch is always evaluated", also=("--val-interval",)
-    )
+    eval_every: Count = setting(1, "epochs between evaluations; also at the end", also=("--val-interval",))
     early_stop: CountOrZero = setting(
-        0,
-        "end the run after this many evaluations in a row that are no better than the best one; 0: never",
-        idle=("with so few evaluations (--epochs, --eval-every)",),
+        0, "end the run after this many evaluations in a row that are no better than the best one; 0: never"
     )
     checkpoint_every: CountOrZero = setting(
-        0,
-        "steps between checkpoints inside an epoch; 0: at the end of epochs only",
-        also=("--recovery-interval",),
+        0, "steps between checkpoints inside an epoch; 0: only at its end", also=("--recovery-interval",)
     )
-    keep_checkpoints: Count = setting(
-        3, "number of checkpoints to keep, besides the best", also=("--checkpoint-hist",)
-    )
+    keep_checkpoints: Count = setting(3, "checkpoints to keep, besides the best", also=("--checkpoint-hist",))
     hang_timeout: NonNegative = setting(
         0.0,
         "seconds without the end of a step after which a run that hangs is ended; 0: 50 of its steps, but at "
@@ -58,9 +54,7 @@ class Run:
         "", "record steps, steps=FIRST:LAST: traces and a summary of where the time went, in the run folder"
     )
     stop_at_step: CountOrZero = setting(
-        0,
-        "save and exit with status 75 after this step, as on preemption; 0: run to the end",
-        idle=("outside of the steps that this run makes",),
+        0, "save and exit with status 75 after this step, as on preemption; 0: run to the end"
     )
     plugin: str = setting(
         "",
@@ -76,19 +70,10 @@ class Launch:
 
     binding: Literal["numa", "core", "none"] = setting(
         "numa",
-        "bind each rank to its part of the cores, and to the memory, of the NUMA node next to its GPU; core: "
-        "to one hardware thread of each of these cores; none: do not bind",
+        "bind each rank to its part of the cores of the NUMA node next to its GPU; core: to one hardware "
+        "thread of each of these cores; none: do not bind",
     )
     elastic: bool = setting(False, "go on as hosts are lost and added: horovodrun --host-discovery-script")
-    horovod_autotune: str = setting(
-        "",
-        "tune Horovod while training, and log what was tried to this file",
-        idle=("with one rank",),
-        excludes={"--elastic": "Horovod cannot tune an elastic run. Drop {flag}, or --elastic."},
-    )
-    horovod_timeline: str = setting(
-        "", "write Horovod's timeline to this file; slows training", idle=("with one rank",)
-    )
 
 
 @dataclass(frozen=True)
@@ -110,9 +95,7 @@ class Model:
         224, "side of the square training and evaluation images, pixels", at_least=32, also=("--input-size",)
     )
     num_classes: CountOrZero = setting(0, "number of classes; 0: the class folders of the training set")
-    drop_path: BelowOne = setting(
-        0.0, "drop path rate (stochastic depth) of the last block", also=("--drop-connect",)
-    )
+    drop_path: BelowOne = setting(0.0, "stochastic depth rate of the last block", also=("--drop-connect",))
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting(
         "fp32",
         "arithmetic of forward and backward; weights stay fp32; tf32: fp32 with products in TF32, on a GPU",
@@ -130,20 +113,20 @@ class Model:
     kernels: Literal["auto", "plain"] = setting(
         "auto",
         "on a GPU: Triton kernels where a check at the start finds them right, or PyTorch's operators",
-        idle=("on a CPU",),
+        idle=(ON_CPU,),
     )
     finetune: str = setting(
         "",
         "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own",
         also=("--pretrained", "--initial-checkpoint", "--no-resume-opt"),
-        idle=(_RESUMES,),
+        idle=(RESUMED,),
     )
     allow_mismatch: str = setting(
         "",
         "prefixes of parameter names, separated by commas, that may be missing from --finetune or differ in "
         "shape; heads of another number of classes are always replaced",
         needs="--finetune",
-        idle=(_RESUMES,),
+        idle=(RESUMED,),
     )
     freeze: str = setting(
         "",
@@ -151,10 +134,7 @@ class Model:
         "prefixes of parameter names; empty: none",
     )
     use_ema: bool = setting(
-        False,
-        "fine-tune from the EMA weights of --finetune instead of the raw ones",
-        needs="--finetune",
-        idle=(_RESUMES,),
+        False, "fine-tune from the EMA weights of --finetune", needs="--finetune", idle=(RESUMED,)
     )
 
 
@@ -181,11 +161,6 @@ class Published:
     needs: tuple[str, ...] = ()
 
 
-def _idle(condition: str) -> dict[str, tuple[str]]:
-    """Declare when all settings of a group have no effect."""
-    return {"idle": (condition,)}
-
-
 @dataclass(frozen=True)
 class Config:
     """All settings of one run."""
@@ -194,13 +169,11 @@ class Config:
     launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    objective: Objective = field(default_factory=Objective, metadata=_idle("without --task classification"))
-    segmentation: Segmentation = field(
-        default_factory=Segmentation, metadata=_idle("without --task segmentation")
-    )
-    detection: Detection = field(default_factory=Detection, metadata=_idle("without --task detection"))
+    objective: Objective = field(default_factory=Objective)
+    segmentation: Segmentation = field(default_factory=Segmentation)
+    detection: Detection = field(default_factory=Detection)
     update: Update = field(default_factory=Update)
-    exchange: Exchange = field(default_factory=Exchange, metadata=_idle("with one rank"))
+    exchange: Exchange = field(default_factory=Exchange)
     logging: Logging = field(default_factory=Logging)
     published: Published = field(default_factory=Published)
     # Not part of a recipe: warnings to print at the start, the names of the settings that a flag or the
@@ -226,7 +199,7 @@ def all_settings() -> tuple[Setting, ...]:
     found = []
     for group, table in group_types().items():
         hints = get_type_hints(table, include_extras=True)
-        idle = Config.__dataclass_fields__[group].metadata.get("idle", ())
+        idle = [_IDLE_GROUPS[group]] if group in _IDLE_GROUPS else []
         for entry in fields(table):
             kind, bounds = hints[entry.name], {}
             if get_origin(kind) is Annotated:

@@ -55,34 +55,21 @@ class Objective:
         idle=("with --label-geometry reference",),
     )
     ground_truth: bool = setting(
-        False,
-        "blend the true class into the class target of the label map",
-        needs="--token-label-data",
-        idle=("unless the plugin's --loss reads it",),
+        False, "blend the true class into the class target of the label map", needs="--token-label-data"
     )
-    cls_weight: NonNegative = setting(
-        1.0, "weight of the class loss", idle=("unless the plugin's --loss reads it",)
-    )
-    dense_weight: NonNegative = setting(
-        0.5,
-        "weight of the token loss",
-        idle=("without --token-label", "above 0, unless the plugin's --loss reads it"),
-    )
-    smoothing: BelowOne = setting(0.1, "label smoothing", idle=("unless the plugin's --loss reads it",))
+    cls_weight: NonNegative = setting(1.0, "weight of the class loss")
+    dense_weight: NonNegative = setting(0.5, "weight of the token loss", idle=("without --token-label",))
+    smoothing: BelowOne = setting(0.1, "label smoothing")
     mix_token: bool = setting(True, "MixToken: swap a box of tokens between pairs of images")
     mixup: NonNegative = setting(0.0, "Mixup: alpha of the Beta distribution; 0: off", excludes=_OTHER_MIXES)
     cutmix: NonNegative = setting(
         0.0, "CutMix: alpha of the Beta distribution; 0: off", excludes=_OTHER_MIXES
     )
     mixup_prob: Fraction = setting(
-        1.0,
-        "probability that --mixup or --cutmix is applied to a batch",
-        idle=("without --mixup or --cutmix",),
+        1.0, "probability that a batch has --mixup or --cutmix", idle=("without --mixup or --cutmix",)
     )
     mixup_switch_prob: Fraction = setting(
-        0.5,
-        "probability of --cutmix instead of --mixup, if both are on",
-        idle=("without --mixup", "without --cutmix"),
+        0.5, "probability of --cutmix instead of --mixup", idle=("without --mixup", "without --cutmix")
     )
 
 
@@ -97,9 +84,7 @@ class Segmentation:
     )
     resize_range: Range = setting((0.5, 2.0), "range of the random factor of --scene-size in training")
     class_share: float = setting(
-        0.75,
-        "largest share of one class in a training crop, for which ten others are tried; 1: any",
-        at_least=0.01,
+        0.75, "largest share of a class in a training crop, else ten others are tried; 1: any", at_least=0.01
     )
     photometric: bool = setting(True, "distort brightness, contrast, saturation and hue in training")
     test_mode: Literal["whole", "slide"] = setting("whole", "evaluate whole images, or windows of --img-size")

@@ -17,19 +17,13 @@ class Update:
     """optimizer and schedule"""
 
     opt: str = setting(
-        "adamw",
-        "optimizer: adamw, muon, lamb, lars, sgd, NVIDIA Apex's fusedadam or fusedlamb, or a plugin's",
+        "adamw", "optimizer: adamw, muon, lamb, lars, sgd, Apex's fusedadam or fusedlamb, or a plugin's"
     )
     momentum: BelowOne = setting(
-        0.9,
-        "momentum of lars, muon and sgd",
-        idle=("with Adam and LAMB", "unless the plugin's --opt reads it"),
+        0.9, "momentum of lars, muon and sgd", idle=("with --opt adamw or --opt lamb or --opt fused*",)
     )
     layer_decay: float = setting(
-        1.0,
-        "learning rate of each layer relative to the layer above it; 1: all alike",
-        at_least=0.001,
-        at_most=1.0,
+        1.0, "learning rate of a layer relative to that above it; 1: all alike", at_least=0.001, at_most=1.0
     )
     shard_optimizer: bool = setting(
         False,
@@ -54,14 +48,8 @@ class Update:
         "other two are not scaled",
         idle=("with --lr",),
     )
-    min_lr: NonNegative = setting(
-        1e-5,
-        "learning rate at the end of the decay and in the cool-down",
-        idle=("with --sched constant and --cooldown-epochs 0",),
-    )
-    sched: str = setting(
-        "cosine", "decay of the learning rate: cosine, linear, poly, step, constant, or a plugin's"
-    )
+    min_lr: NonNegative = setting(1e-5, "learning rate at the end of the decay and in the cool-down")
+    sched: str = setting("cosine", "learning rate decay: cosine, linear, poly, step, constant, or a plugin's")
     decay_milestones: str = setting(
         "",
         "--sched step: epochs, separated by commas, at which the learning rate's distance to --min-lr is "
@@ -86,9 +74,7 @@ class Update:
     epochs: Count = setting(300, "epochs of warm-up and decay")
     warmup_epochs: CountOrZero = setting(20, "epochs of linear warm-up, counted among --epochs")
     warmup_prefix: bool = setting(
-        False,
-        "add the warm-up epochs before --epochs instead of counting them in",
-        idle=("with --warmup-epochs 0",),
+        False, "warm up before --epochs instead of inside", idle=("with --warmup-epochs 0",)
     )
     lr_changes: Literal["step", "epoch"] = setting(
         "step", "change the learning rate at every step, or, as published, only at the start of an epoch"

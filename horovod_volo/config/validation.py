@@ -6,59 +6,32 @@ settings at once is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from horovod_volo.config.schema import Config, Logging, all_settings, by_flag
+from horovod_volo.config.schema import FACTS, RESUMED, Config, Logging, all_settings, by_flag
 from horovod_volo.config.setting import shown
-from horovod_volo.config.update_settings import all_epochs, milestones
+from horovod_volo.config.update_settings import milestones
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
-
-class RunFacts(NamedTuple):
-    """What decides about the effect of settings besides the settings; 0 or empty: not known."""
-
-    ranks: int = 0
-    device_type: str = ""
-    first_step: int = 0  # above 0 in a run that resumes
-    total_steps: int = 0
-
-
-NOTHING_KNOWN = RunFacts()
 LOGGERS = ("csv", "mlflow", "wandb")
 
 # Conditions of the schema that are about more than whether flags are set.
-CONDITIONS: Mapping[str, Callable[[Config, RunFacts], object]] = {
-    "with one rank": lambda _, run: run.ranks == 1,
-    "on a CPU": lambda _, run: run.device_type == "cpu",
-    "in a run that resumes from a checkpoint": lambda _, run: run.first_step,
-    "outside of the steps that this run makes": lambda c, run: (
-        run.first_step > c.run.stop_at_step or 0 < run.total_steps < c.run.stop_at_step
-    ),
-    "with so few evaluations (--epochs, --eval-every)": lambda c, _: (
-        c.run.early_stop > -(-all_epochs(c.update) // c.run.eval_every) - 2  # not the first, nor the last
-    ),
-    "without shards on a server": lambda c, _: "://" not in c.data.data_dir,
-    "with Adam and LAMB": lambda c, _: c.update.opt in ("adamw", "lamb", "fusedadam", "fusedlamb"),
-    "unless the plugin's --opt reads it": lambda c, _: c.update.opt not in ("sgd", "lars", "muon"),
-    "with --sched constant and --cooldown-epochs 0": lambda c, _: (
-        c.update.sched == "constant" and not c.update.cooldown_epochs
-    ),
-    "unless the plugin's --loss reads it": lambda c, _: c.objective.loss not in ("soft-target", "bce"),
-    # 0 leaves out the auxiliary head, whatever the loss is.
-    "above 0, unless the plugin's --loss reads it": lambda c, _: (
-        c.objective.dense_weight and c.objective.loss not in ("soft-target", "bce")
-    ),
+CONDITIONS: Mapping[str, Callable[[Config], object]] = {
+    "without shards on a server": lambda config: "://" not in config.data.data_dir,
 }
 
 
-def holds(condition: str, config: Config, run: RunFacts = NOTHING_KNOWN) -> bool:
-    """Return whether one of CONDITIONS holds, or one about flags, such as "without --mixup or --cutmix"."""
+def holds(condition: str, config: Config, facts: Collection[str] = ()) -> bool:
+    """Return whether a condition is one of `facts`, or one of CONDITIONS that holds, or one about flags that
+    does, such as "without --mixup or --cutmix".
+    """
+    if condition in FACTS:
+        return condition in facts
     if condition in CONDITIONS:
-        return bool(CONDITIONS[condition](config, run))
+        return bool(CONDITIONS[condition](config))
     word, _, flags = condition.partition(" ")
     return any(is_set(flag, config) for flag in flags.split(" or ")) == (word == "with")
 
@@ -158,27 +131,26 @@ def trains_aux_head(config: Config) -> bool:
     return config.objective.token_label and config.objective.dense_weight > 0
 
 
-def config_warnings(config: Config, run: RunFacts = NOTHING_KNOWN) -> list[str]:
+def config_warnings(config: Config, facts: Collection[str] = ()) -> list[str]:
     """Return warnings about settings that are missing, without effect, or slow at the start.
 
-    A setting that has its default is without effect in many runs, which is no mistake: only stated ones are
-    named.
+    `facts` are those of FACTS that hold for the run. A setting that has its default is without effect in many
+    runs, which is no mistake: only stated ones are named.
     """
     found = list(config.warnings)
     for setting in all_settings():
-        reasons = [text for text in setting.idle if holds(text, config, run)]
+        reasons = [text for text in setting.idle if holds(text, config, facts)]
         if reasons and setting.name in config.non_default:
             found.append(f"{setting.flag} has no effect {reasons[0]}")
-    lacking = [
-        setting.flag
-        for setting in all_settings()
-        if setting.name in config.published.needs and not setting.value_in(config)
-    ]
+    by_name = {setting.name: setting for setting in all_settings()}
+    lacking = [by_name[name].flag for name in config.published.needs if not by_name[name].value_in(config)]
     if lacking:
-        listed = " and ".join(part for part in (", ".join(lacking[:-1]), lacking[-1]) if part)
         top1 = f"{config.published.top1:.1f} % top-1" if config.published.top1 else "accuracy"
-        found.append(f"published with {listed}, which this run lacks: do not expect the published {top1}")
-    if config.model.freeze and not (config.model.finetune or run.first_step):
+        found.append(
+            f"published with {' and '.join(lacking)}, which this run lacks: do not expect the published "
+            f"{top1}"
+        )
+    if config.model.freeze and not (config.model.finetune or RESUMED in facts):
         found.append("--freeze without --finetune: the frozen weights are random, and stay so")
     if config.model.compile:
         found.append("blocks are compiled at the first step, which takes minutes")

@@ -64,15 +64,16 @@ def uniforms_of_samples(
     """Return for each sample what `uniforms` returns for its counters, (batch, count)."""
     state = np.full((1, 1), random_bits(purpose, seed, epoch), dtype=np.uint64)
     for words in (samples[:, None], np.arange(count)[None, :]):
-        state = _next_states(state, words.astype(np.uint64))
-    numbers: NDArray[np.float64] = (state >> np.uint64(64 - _MANTISSA_BITS)) / 2**_MANTISSA_BITS
+        state = _next_state(state, words.astype(np.uint64))
+    numbers: NDArray[np.float64] = (state >> (64 - _MANTISSA_BITS)) / 2**_MANTISSA_BITS
     return numbers
 
 
 def bits_of_samples(purpose: Purpose, seed: int, epoch: int, samples: NDArray[Any]) -> NDArray[np.uint64]:
     """Return 64 random bits for each sample."""
     state = np.full(1, random_bits(purpose, seed, epoch), dtype=np.uint64)
-    return _next_states(state, samples.astype(np.uint64))
+    bits: NDArray[np.uint64] = _next_state(state, samples.astype(np.uint64))
+    return bits
 
 
 def philox(purpose: Purpose, *counters: int) -> np.random.Philox:
@@ -85,16 +86,9 @@ def generator(bits: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=bits))
 
 
-def _next_state(state: int, word: int) -> int:
+def _next_state(state: Any, word: Any) -> Any:
+    """Return the state after a word: both are Python's integers, or arrays of uint64, which wrap around."""
     mixed = ((state ^ word) + _INCREMENT) & _MASK
     mixed = (mixed ^ (mixed >> 30)) * _MULTIPLIER_1 & _MASK
     mixed = (mixed ^ (mixed >> 27)) * _MULTIPLIER_2 & _MASK
     return mixed ^ (mixed >> 31)
-
-
-def _next_states(states: NDArray[np.uint64], words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return `_next_state` of arrays, whose products wrap around at 64 bits as the masks do there."""
-    mixed = (states ^ words) + np.uint64(_INCREMENT)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MULTIPLIER_1)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MULTIPLIER_2)
-    return mixed ^ (mixed >> np.uint64(31))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.world import RankResources, World, WorldSums
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.images.split_folder import Split
@@ -182,7 +182,7 @@ class DenseTask(Task, ABC):
         self, config: Config, world: World, data: DenseData, resources: RankResources, network: nn.Module
     ) -> DenseLearner:
         if config.model.sync_bn != "none":
-            connect_norms(network, WorldSums(world))
+            connect_norms(network, world)
         precision, workers = config.model.precision, config.data.workers
         context = rank_context(config, world, resources, precision=precision, workers=workers)
         order = OrderOfRank(config.run.seed, world.rank, world.size, config.update.accumulation)

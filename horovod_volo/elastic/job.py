@@ -59,11 +59,11 @@ class ElasticJob:
                 "--elastic needs an elastic launcher: horovodrun --gloo --min-np N --host-discovery-script "
                 "SCRIPT, or jobs/horovodrun.sh with MIN_RANKS."
             )
-        if "HOROVOD_CYCLE_TIME" in os.environ:
-            raise UserError(
-                "Horovod crashes when it forms ranks again with HOROVOD_CYCLE_TIME set. Unset it, or drop "
-                "--elastic."
-            )
+        for name, off in (("HOROVOD_CYCLE_TIME", None), ("HOROVOD_AUTOTUNE", "0")):
+            if os.environ.get(name, off) != off:
+                raise UserError(
+                    f"Horovod crashes when it forms ranks again with {name} set. Unset it, or drop --elastic."
+                )
         self.hosts_changed = False  # whether the driver has other hosts than the ranks were formed with
         self.start_seconds = float(os.environ.get("HOROVOD_START_TIMEOUT", 60))
         # The same on all processes of the job, and of no other that runs.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.world import RankResources, World, WorldSums
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.batch import TrainBatch
@@ -105,7 +105,7 @@ class Classification:
         self, config: Config, world: World, data: Images, resources: RankResources, network: nn.Module
     ) -> ClassificationLearner:
         if config.model.sync_bn == "all":
-            NORMS_OVER_RANKS.find("all").connect(network, WorldSums(world))
+            NORMS_OVER_RANKS.find("all").connect(network, world)
         return ClassificationLearner(config, world, data, resources, network)
 
     def metadata(self, config: Config) -> dict[str, Any]:

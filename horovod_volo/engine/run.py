@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -23,8 +22,8 @@ from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import RunFacts, config_warnings, loggers
+from horovod_volo.config.schema import ON_CPU, ONE_RANK, RESUMED, Config
+from horovod_volo.config.validation import config_warnings, loggers
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
@@ -156,9 +155,9 @@ def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[L
 
 def _warnings(context: TrainContext) -> list[str]:
     config, derived, device = context.config, context.derived, context.resources.device
-    facts = RunFacts(context.world.size, device.type, context.state.step, derived.total_steps)
+    facts = {ONE_RANK: context.world.size == 1, ON_CPU: device.type == "cpu", RESUMED: context.state.step}
     return [
-        *config_warnings(config, facts),
+        *config_warnings(config, [fact for fact, holds in facts.items() if holds]),
         *context.data.warnings(config),
         *batch_warnings(config, derived, len(context.data.train)),
         *precision_warnings(config.model.precision, device),
@@ -166,14 +165,6 @@ def _warnings(context: TrainContext) -> list[str]:
 
 
 def _check(config: Config) -> None:
-    for flag, file in (
-        ("autotune", config.launch.horovod_autotune),
-        ("timeline", config.launch.horovod_timeline),
-    ):
-        if file and not Path(file).parent.is_dir():
-            raise UserError(
-                f"--horovod-{flag} {file}: the folder {Path(file).parent} does not exist. Create it first."
-            )
     check_names(config)
     if config.run.profile:
         parse_steps(config.run.profile)

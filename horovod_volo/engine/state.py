@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from horovod_volo.cluster.reducer import REDUCERS, Reducer
-from horovod_volo.cluster.world import World, WorldSums
+from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
@@ -136,7 +136,7 @@ def build_state(
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
     if hasattr(optimizer, "ranks"):  # it lets ranks share its work
-        optimizer.ranks = WorldSums(world)
+        optimizer.ranks = world
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         reducer.statistics.skip_on_device()

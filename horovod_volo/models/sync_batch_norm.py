@@ -37,7 +37,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
     running_var: Tensor
     num_batches_tracked: Tensor
     momentum: float
-    ranks: Any = None  # a cluster.world.WorldSums
+    ranks: Any = None  # a cluster.world.World
     name = ""  # of its exchanges, the same on all ranks
     moments: Moments | None = None  # of the last forward
 

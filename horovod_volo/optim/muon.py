@@ -42,7 +42,7 @@ _SMALLEST_NORM = 1e-15
 
 
 class OneRank:
-    """A rank that orthogonalises all matrices itself, in place of `cluster.world.WorldSums`."""
+    """A rank that orthogonalises all matrices itself, in place of `cluster.world.World`."""
 
     rank, size = 0, 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -263,7 +264,7 @@ class StepProfiler(Callback):
         all_times, all_ranges = zip(*gathered, strict=True)
         text = describe(taken, all_times, run.hosts, _operators(profiler, on_gpu=on_gpu), on_gpu=on_gpu)
         folder = run.folder / FOLDER / f"steps_{taken[0]}-{taken[-1]}"
-        timeline = Path(run.config.launch.horovod_timeline)  # of all ranks, written by rank 0
+        timeline = Path(os.environ.get("HOROVOD_TIMELINE", ""))  # of all ranks, written by rank 0
         events = read_timeline(timeline.read_text(encoding="utf-8")) if timeline.is_file() else []
         try:
             folder.mkdir(parents=True, exist_ok=True)

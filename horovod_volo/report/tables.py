@@ -70,8 +70,8 @@ def _figures(run: RunFolder) -> dict[str, str]:
 def _epochs(run: RunFolder) -> int:
     """Return the epochs of the whole run."""
     parts = ["epochs", "cooldown_epochs"]
-    if run.settings.get("update.warmup_prefix") and run.settings.get("update.sched") != "one-cycle":
-        parts.append("warmup_epochs")  # which one-cycle does not have
+    if run.settings.get("update.warmup_prefix"):
+        parts.append("warmup_epochs")
     return sum(run.settings.get(f"update.{part}", 0) for part in parts)
 
 

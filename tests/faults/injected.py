@@ -110,11 +110,6 @@ def _slow(self: Catalog, index: int) -> Any:
     return _read(self, index)
 
 
-def _unread(self: Catalog, index: int) -> Any:
-    """Wait for ever for an image."""
-    os.read(os.pipe()[0], 1)
-
-
 def _list_for_ever(*_: Any) -> None:
     """Wait for a file of a server that does not answer: a FIFO."""
     os.mkfifo("unanswered")
@@ -143,7 +138,6 @@ _FROM_THE_START = {
     "unlisted": lambda: setattr(catalog, "list_images", _list_for_ever),
     "slow-close": lambda: setattr(RunLogger, "close", _close_slowly),
     "slow": lambda: setattr(Catalog, "read", _slow),
-    "unread": lambda: setattr(Catalog, "read", _unread),
 }
 _own: dict[int, Any] = {}  # the faults of this rank by step
 for _rank, _steps, _fault in (each.split(":") for each in os.environ["INJECTED_FAULT"].split()):

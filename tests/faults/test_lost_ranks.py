@@ -57,18 +57,6 @@ def test_a_run_that_always_fails_at_the_same_step_loses_nothing(images, tmp_path
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
-def test_an_image_that_is_never_read_ends_the_run(images, tmp_path, start_with):
-    """As on a file server that does not answer."""
-    settings = {"fault": "1:0:unread", "start_with": start_with, "status": FAILED}
-    shown = start(images, tmp_path, *EVERY, "--hang-timeout", "8", **settings)
-    assert "error: no step has ended for 8 s (--hang-timeout)" in shown
-    assert "rank 1 on " in shown
-    assert "computes or reads data, after step 0" in shown
-    assert processes(str(tmp_path)) == {}
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "limit"), [(resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_AS, 2 << 30)], ids=["files", "memory"]
 )

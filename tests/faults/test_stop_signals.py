@@ -104,30 +104,8 @@ def test_workers_that_are_starting_print_nothing(folder, tmp_path):
     assert [line for line in lines if "images of train" not in line] == lines[-1:]
 
 
-def test_an_import_of_labels_ends_with_its_workers(folder, tmp_path):
-    published = tmp_path / "published"
-    map = next((folder / "demo" / "token_labels" / "star").iterdir())
-    image = next((folder / "demo" / "train" / "star").iterdir())
-    for name in "abcdefghij":  # three shards, which are written one image at a time
-        (published / name).mkdir(parents=True)
-        (tmp_path / "images" / "train" / name).mkdir(parents=True)
-        for number in range(2400):
-            os.link(map, published / name / f"{number}.pt")
-            os.link(image, tmp_path / "images" / "train" / name / f"{number}.jpg")
-    store = tmp_path / "store"
-    arguments = ["horovod_volo.labels", "import", published, store, "--data", tmp_path / "images"]
-    arguments += ["--workers", "2"]
-    status, lines, seconds = stop(arguments, signal.SIGTERM, lambda: (store / "making.json").exists())
-    assert status == 143
-    assert lines[-1].startswith("SIGTERM: stopped; the same command resumes")
-    assert not [line for line in lines if "Traceback" in line]
-    assert seconds < 3
-    assert partials(store) == []
-
-
 EVALUATE = ["evaluate", "{folder}/demo", "--weights", "{folder}/weights.pt", *MODEL, "--split", "train"]
 EVALUATE += ["--batch-size", "1", "--json", "{out}/result.json"]
-BENCH = ["bench", "step", "--model", "volo_demo", "--img-size", "64", "--pairs", "500"]
 DOCTOR = ["doctor", "--shared", "{out}/runs"]
 
 
@@ -135,7 +113,6 @@ DOCTOR = ["doctor", "--shared", "{out}/runs"]
     ("command", "number", "delay", "text"),
     [  # at any time, also while torch is being imported
         (EVALUATE, signal.SIGTERM, 6.0, "the evaluation is stopped, and wrote no result"),
-        (BENCH, signal.SIGTERM, 1.0, "the benchmark is stopped, and recorded nothing"),
         (DOCTOR, signal.SIGINT, 2.0, "the doctor is stopped, without a report"),
     ],
 )

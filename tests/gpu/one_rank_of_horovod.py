@@ -21,7 +21,7 @@ if device.type == "cuda":
     torch.cuda.set_device(device)
     assert hvd.nccl_built()
 collectives = HorovodCollectives()
-world = World(launcher="horovodrun", controller=collectives.controller, collectives=collectives)
+world = World(launcher="horovodrun", collectives=collectives, **collectives.position)
 for dtype in (torch.float16, torch.float32, torch.float64):
     summed = torch.arange(4, dtype=dtype, device=device)
     collectives.allreduce_async(summed, f"sum.{dtype}", 0.5)()

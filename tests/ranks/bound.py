@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.cluster.pinning import bind, memory_nodes
+from horovod_volo.cluster.pinning import bind
 
 
 def cpus_of_threads() -> list[str]:
@@ -41,15 +41,11 @@ def main(out: str, mode: str, root: Path) -> None:
     end = threading.Event()
     threading.Thread(target=end.wait).start()
     torch.randn(512, 512) @ torch.randn(512, 512)
-    maps = Path("/proc/self/numa_maps").read_text().splitlines()
     found = {
         "cpus": list(binding.cpus),
-        "nodes": list(binding.memory_nodes),
         "warnings": list(binding.warnings),
         "threads_of_torch": torch.get_num_threads(),
         "threads": cpus_of_threads(),
-        "memory": list(memory_nodes()),
-        "policy": sorted({fields[1] for fields in map(str.split, maps) if fields[2:3] == ["heap"]}),
     }
     end.set()
     save(out, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from horovod_volo.cluster.world import World, WorldSums
+from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Model
 from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.dense.upernet import UperNet
 from horovod_volo.models.sync_batch_norm import SyncBatchNorm, connect_norms, synchronize_norms
+from tests.ranks.muon_steps import CountedCollectives
 
 SIDE, CLASSES = 32, 5
 
@@ -34,8 +35,8 @@ class NormStep:
         network = Recomputed() if self.recomputed else upernet()
         if self.norms == "all":
             synchronize_norms(network)
-        ranks = WorldSums(world)
-        connected = connect_norms(network, ranks)
+        counted = CountedCollectives(world)
+        connected = connect_norms(network, replace(world, collectives=counted))
         network.double().train()
         images = torch.randn(sum(self.images), 3, SIDE, SIDE, dtype=torch.float64)
         labels = torch.randint(CLASSES, (len(images), SIDE // 4, SIDE // 4))
@@ -47,7 +48,7 @@ class NormStep:
         losses = map(partial(F.cross_entropy, reduction="sum"), logits, labels)
         (sum(losses) / len(images)).backward()
         gradients = torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
-        exchanges = ranks.exchanges
+        exchanges = counted.calls
         world.collectives.allreduce_async(gradients, "gradients", 1.0)()
         return {
             "logits": logits[0].detach(),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
-from horovod_volo.cluster.world import World, WorldSums
+from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.models.build import build_model, hidden_matrices
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, set_lr, state_tensors
@@ -110,7 +110,7 @@ class Steps:
         )
         optimizer = build_optimizer(self.opt, groups, momentum=0.9)
         if isinstance(optimizer, Muon):
-            optimizer.ranks = WorldSums(world)
+            optimizer.ranks = world
         set_lr(optimizer, self.lr)
         return optimizer
 

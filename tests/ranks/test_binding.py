@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from horovod_volo.cluster.pinning import bind, memory_nodes
+from horovod_volo.cluster.pinning import bind
 from horovod_volo.cluster.topology import cpu_ranges
 from tests.ranks.bound import cpus_of_threads
 from tests.ranks.launching import launcher, python, run
@@ -52,12 +52,7 @@ def test_each_rank_has_its_node(two_nodes, tmp_path):
         assert set(saved["threads"]) == {str(ALLOWED_CPUS[rank])}  # of all threads, including Horovod's
         assert len(saved["threads"]) >= 3
         assert saved["threads_of_torch"] == 1
-        assert saved["nodes"] == [rank]
-    assert [found[0][name] for name in ("memory", "policy", "warnings")] == [[0], ["prefer:0"], []]
-    if not Path("/sys/devices/system/node/node1").is_dir():
-        # If the system refuses, there is a warning.
-        refused = ["memory is not bound to NUMA node 1: Invalid argument"]
-        assert [found[1][name] for name in ("memory", "policy", "warnings")] == [[], ["default"], refused]
+        assert saved["warnings"] == []
 
 
 def test_binding_none_changes_nothing(two_nodes, monkeypatch):
@@ -65,9 +60,9 @@ def test_binding_none_changes_nothing(two_nodes, monkeypatch):
         monkeypatch.setenv(name, "1")
     for name in ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"):
         monkeypatch.setenv(name, "2")
-    before = sorted(cpus_of_threads()), memory_nodes()
+    before = sorted(cpus_of_threads())
     bind("none", root=two_nodes)
-    assert (sorted(cpus_of_threads()), memory_nodes()) == before
+    assert sorted(cpus_of_threads()) == before
 
 
 def test_cpus_bound_by_the_launcher_are_not_changed(tmp_path):
@@ -84,15 +79,9 @@ def test_cpus_bound_by_the_launcher_are_not_changed(tmp_path):
 def test_a_run_has_the_binding_that_it_reports(images, tmp_path):
     """Horovod's timeline and its tuning are written, too."""
     line, tried = tmp_path / "line.json", tmp_path / "tried.csv"
-    flags = (
-        "--plugin",
-        "tests.ranks.bound",
-        "--horovod-timeline",
-        str(line),
-        "--horovod-autotune",
-        str(tried),
-    )
-    start(images, tmp_path, *flags, start_with="mpi", plain=True, BOUND=str(tmp_path))
+    variables = {"HOROVOD_TIMELINE": str(line), "HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(tried)}
+    plugin = ("--plugin", "tests.ranks.bound")
+    start(images, tmp_path, *plugin, start_with="mpi", plain=True, BOUND=str(tmp_path), **variables)
     reported = json.loads((tmp_path / "run" / "environment.json").read_text())["bindings"]
     for rank, saved in enumerate(found_in(tmp_path)):
         assert len(saved["threads"]) > 3

@@ -15,8 +15,9 @@ def read(file: Path) -> list[dict]:
 
 def test_steps_of_two_ranks_are_profiled(images, tmp_path):
     flags = ("--no-token-label", "--log-every", "1")
-    profile = ("--profile", "steps=2:3", "--horovod-timeline", str(tmp_path / "timeline.json"))
-    shown = start(images, tmp_path / "profiled", *flags, *profile, stop_at=4)
+    timeline = str(tmp_path / "timeline.json")
+    profile = ("--profile", "steps=2:3")
+    shown = start(images, tmp_path / "profiled", *flags, *profile, stop_at=4, HOROVOD_TIMELINE=timeline)
     assert "profile: A step took " in shown, shown
     assert "To change first: " in shown
     folder = tmp_path / "profiled" / "run" / "profile" / "steps_2-3"

@@ -10,16 +10,6 @@ from horovod_volo.config.schema import Config, all_settings
 # Group, name and default of each setting.
 FIELDS = [(setting.group, setting.name, setting.default) for setting in all_settings()]
 NAMES = [name for _, name, _ in FIELDS]
-FURTHER_FLAGS = {
-    "bce_target_threshold": ["--bce-target-thresh"],
-    "batch_size": ["-b"],
-    "workers": ["-j"],
-    "lr": ["--learning-rate"],
-    "accumulation": ["--local-accumulation"],
-    "precision": ["--apex-amp", "--native-amp", "--amp"],
-    "ema_decay": ["--model-ema"],
-    "ema_warmup": ["--model-ema-warmup", "--no-model-ema-warmup"],
-}
 # Two values for each setting, the first of which is not the default; otherwise the type decides.
 EXAMPLES: dict[str, tuple[Any, Any]] = {
     "img_size": (64, 96),

@@ -30,7 +30,6 @@ class LaunchCase:
     threads: Sequence[int] | None = None
     gpus: str | None = None  # the bus numbers of their addresses; "-": none
     nics: str | None = None
-    background: str | None = None
     warned: Sequence[int] = ()  # the ranks that have a warning
     mode: str = "numa"
     allowed: str = ""  # CPUs; empty: all
@@ -40,13 +39,9 @@ class LaunchCase:
 
 A100 = {"gpus": "07 0f 47 4e 87 90 b7 bd", "nics": NICS_OF_A100}
 LAUNCHES = {
-    "eight ranks of a DGX A100": LaunchCase(
-        "dgx_a100", 8, CPUS_OF_A100, [16] * 8, background="183 191 151 159 247 255 215 223", **A100
-    ),
+    "eight ranks of a DGX A100": LaunchCase("dgx_a100", 8, CPUS_OF_A100, [16] * 8, **A100),
     "each of them sees one GPU": LaunchCase("dgx_a100", 8, CPUS_OF_A100, each_sees_one=True, **A100),
-    "one rank has all of its GPU's node": LaunchCase(
-        "dgx_a100", 1, "48-63,176-191", [32], "07", "mlx5_0", "191"
-    ),
+    "one rank has all of its GPU's node": LaunchCase("dgx_a100", 1, "48-63,176-191", [32], "07", "mlx5_0"),
     "GPUs in the order in which CUDA shows them": LaunchCase(
         "dgx_a100", 2, "80-87,208-215 88-95,216-223", gpus="bd b7", nics="mlx5_8 mlx5_9", visible=(7, 6)
     ),
@@ -63,24 +58,21 @@ LAUNCHES = {
         "dgx_a100", 8, "48-55 56-63 16-23 24-31 112-119 120-127 80-87 88-95", [8] * 8, mode="core"
     ),
     "cores are not divided, whichever of their threads are allowed": LaunchCase(
-        "dgx_a100", 2, "48-51,176-179 180-183", (8, 4), background="179 183", allowed="48-51,176-183"
+        "dgx_a100", 2, "48-51,176-179 180-183", (8, 4), allowed="48-51,176-183"
     ),
     "mode none changes no CPUs, but has GPU and NIC": LaunchCase(
-        "dgx_a100", 8, " ".join(["0-255"] * 8), [32] * 8, background="", mode="none", **A100
+        "dgx_a100", 8, " ".join(["0-255"] * 8), [32] * 8, mode="none", **A100
     ),
     "two GPUs of a DGX-2 share the NIC of their switch": LaunchCase(
         "dgx_2", 16, CPUS_OF_DGX_2, [6] * 16, nics=" ".join(f"{nic} {nic}" for nic in NICS_OF_A100.split())
     ),
-    "with fewer than four CPUs none is left to the background thread": LaunchCase(
-        "dgx_2", 16, " ".join(f"{first}-{first + 2}" for first in range(0, 48, 3)), background="", mode="core"
-    ),
     "all ranks have the only GPU of a machine": LaunchCase(
         "workstation", 3, "0-3 4-9 10-15", gpus="01 01 01"
     ),
-    "one rank without GPUs": LaunchCase("cpu_vm", 1, "0-7", gpus="-", nics="-", background="7"),
-    "two nodes, three ranks": LaunchCase("cpu_vm", 3, "0-1 2-3 4-7", background=""),
+    "one rank without GPUs": LaunchCase("cpu_vm", 1, "0-7", gpus="-", nics="-"),
+    "two nodes, three ranks": LaunchCase("cpu_vm", 3, "0-1 2-3 4-7"),
     "ranks of a node without enough cores share all of it": LaunchCase(
-        "cpu_vm", 9, "0-3 0-3 0-3 0-3 0-3 4 5 6 7", [1] * 9, background="", warned=(0, 1, 2, 3, 4)
+        "cpu_vm", 9, "0-3 0-3 0-3 0-3 0-3 4 5 6 7", [1] * 9, warned=(0, 1, 2, 3, 4)
     ),
     "allowed CPUs of one node": LaunchCase("cpu_vm", 2, "5 6-7", allowed="5-7"),
     "fewer ranks than nodes": LaunchCase(  # the NICs near the first node of each
@@ -103,14 +95,14 @@ LAUNCHES = {
         allowed="32-47,96-111",
     ),
     "GPUs without a known node are assigned in order": LaunchCase(
-        "virtual_gpus", 4, "0-1,8-9 2-3,10-11 4-5,12-13 6-7,14-15", background="9 11 13 15"
+        "virtual_gpus", 4, "0-1,8-9 2-3,10-11 4-5,12-13 6-7,14-15"
     ),
     "equally near NICs are assigned in turn": LaunchCase(
         "separate_domains", 4, "12-17 18-23 0-5 6-11", nics="mlx5_ib2 mlx5_ib3 mlx5_ib0 mlx5_ib1"
     ),
     "Ethernet NICs are used without InfiniBand": LaunchCase("roce", 2, "0-3 12-15", nics="mlx5_10 mlx5_1"),
     "a core with a thread switched off": LaunchCase(
-        "two_ports", 2, "0-1,4 2-3,6-7", (3, 4), background="", nics="mlx4_0 mlx4_2"
+        "two_ports", 2, "0-1,4 2-3,6-7", (3, 4), nics="mlx4_0 mlx4_2"
     ),
     "no rank is bound to a node without CPUs": LaunchCase("memory_node", 2, "0-3 4-7", visible=()),
 }
@@ -130,9 +122,6 @@ def test_each_rank_has_what_is_near_its_gpu(launch: LaunchCase) -> None:
         assert [binding.nic.name if binding.nic else "-" for binding in planned] == nics
         of_host = [nic.name for nic in host_of(launch.machine).nics if nic.name in nics]
         assert all([nic.name for nic in binding.nics] == of_host for binding in planned)
-    if launch.background is not None:
-        background = tuple(map(int, launch.background.split()))
-        assert all(binding.background_cpus == background for binding in planned)
     assert [rank for rank, binding in enumerate(planned) if binding.warnings] == list(launch.warned)
     assert {binding.mode for binding in planned} == {launch.mode}
 
@@ -183,7 +172,7 @@ def test_cpus_bound_by_the_launcher_are_not_changed(mode: str) -> None:
     rank = LaunchedRank(4, 8, frozenset(cpu_list("16-23,144-147")), ranks_bound_here=1)
     binding = plan_binding(host, rank, mode)
     assert cpu_ranges(binding.cpus) == "16-23,144-147"
-    assert (binding.threads, binding.background_cpus) == (12, ())
+    assert binding.threads == 12
     assert (binding.gpu, binding.nic and binding.nic.name) == (host.gpus[4], "mlx5_6")
     assert bool(binding.warnings) == (mode != "none")
 

@@ -16,11 +16,10 @@ from horovod_volo.cluster.buckets import summed_in_fp32
 from horovod_volo.cluster.compression import (
     BucketScales,
     Fp16Compression,
-    max_abs,
 )
 from horovod_volo.models.build import build_model, spec_of
 
-RANKS = pytest.mark.parametrize("ranks", [2, 8, 40, 256])
+RANKS = pytest.mark.parametrize("ranks", [2, 40, 256])
 BF16_ROUNDING = 2.0**-9  # largest relative error of rounding to bf16
 HALF_A_UNIT = 2.0**-11  # largest relative error of rounding to fp16; equal values all round the same way
 
@@ -101,7 +100,7 @@ def test_the_first_step_is_not_compressed() -> None:
 
 
 @RANKS
-@pytest.mark.parametrize("growth", [30.0, 1e6, 1e30])
+@pytest.mark.parametrize("growth", [30.0, 1e30])
 def test_no_growth_overflows(ranks: int, growth: float) -> None:
     """All ranks have the same gradient, which is the worst case for the sum."""
     emulated = EmulatedRanks(ranks, 100)
@@ -203,11 +202,3 @@ def test_vectors_and_heads_are_summed_in_fp32(name: str, heads: set[str]) -> Non
     assert all(parameters[n].dim() > 1 for n in parameters.keys() - chosen)
     with pytest.raises(ValueError, match=r"no parameter belongs to the heads network\.head"):
         summed_in_fp32({"head.weight": torch.zeros(2, 2)}, ["network.head"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_max_abs_is_the_largest_absolute_value(dtype: torch.dtype) -> None:
-    for values in ([-0.0, 6e-8, -6e-8], [1.0, -3.0], [1.0, -torch.inf], [0.0], [-2.0, -1.0]):
-        tensor = torch.tensor(values, dtype=dtype)
-        assert max_abs(tensor).equal(tensor.float().abs().max().view(1))
-    assert max_abs(torch.tensor([1.0, torch.inf, torch.nan, -2.0], dtype=dtype)).isnan().all()

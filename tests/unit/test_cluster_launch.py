@@ -35,9 +35,3 @@ SRUN |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
 )
 def test_rank_and_size_are_the_launchers(environment: dict[str, str], expected: LaunchEnv) -> None:
     assert read_launch_env(environment) == expected
-
-
-def test_the_default_is_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in HOROVODRUN.items():
-        monkeypatch.setenv(name, value)
-    assert read_launch_env() == LaunchEnv("horovodrun", 5, 8, 1, 4)

@@ -30,7 +30,7 @@ def test_values_and_tensors_are_returned_unchanged(world: World) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         tensor = torch.tensor([1.1, -0.0, float("inf"), 1e-7]).to(dtype)
         before = tensor.clone()
-        world.average_(tensor, "some")
+        assert world.sum(tensor, "some") is tensor
         world.broadcast_([tensor, torch.tensor(True), torch.zeros(0)])
         assert torch.equal(tensor, before)
         assert torch.equal(tensor.signbit(), before.signbit())

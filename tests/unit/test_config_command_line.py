@@ -3,57 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from schema_examples import COMPANIONS, FIELDS, FURTHER_FLAGS, NAMES, examples, recipe_of, value_of, words
+from schema_examples import COMPANIONS, FIELDS, NAMES, examples, recipe_of, value_of, words
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import assemble, dump
-from horovod_volo.config.schema import Config, group_types
-
-
-@pytest.fixture
-def help_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("COLUMNS", "300")  # no help line is broken
-    with pytest.raises(SystemExit) as ended:
-        parse(["--help-all"])
-    assert ended.value.code == 0
-    return capsys.readouterr().out
-
-
-def entries(text: str) -> dict[str, str]:
-    """Read the help's entries: how each is called, and what is said of it."""
-    found: dict[str, str] = {}
-    for called, beside, below in re.findall(
-        r"^  (?=\S)(\S.*?)(?:  +(\S.*))?\n(?:    {4,}(\S.*))?", text, flags=re.MULTILINE
-    ):
-        assert called not in found
-        found[called] = beside or below
-    return found
-
-
-def flags_in(called: str) -> list[str]:
-    return re.findall(r"(?:^|(?<= ))--?[a-z][a-z-]*", called)
-
-
-def test_the_help_names_each_flag_once(help_text: str) -> None:
-    expected = ["-h", "--help", "--help-all", "--recipe", "--dry-run", "--ranks"]
-    for name in NAMES:
-        if name != "data_dir":
-            expected += ["--" + name.replace("_", "-"), *FURTHER_FLAGS.get(name, [])]
-    expected += ["--no-" + name.replace("_", "-") for _, name, default in FIELDS if isinstance(default, bool)]
-    shown = [flag for called in entries(help_text) for flag in flags_in(called)]
-    assert sorted(shown) == sorted(expected)
-    assert "DATA_DIR" in entries(help_text)
-    titles = re.findall(r"^(\S.*):$", help_text, flags=re.MULTILINE)
-    assert titles == ["options", *(table.__doc__ for table in group_types().values())]
-    by_flag = {flag: reported for called, reported in entries(help_text).items() for flag in flags_in(called)}
-    for flag, default in (("--lr-base", "0.0016"), ("--mix-token", "on"), ("--scale", "0.08 1")):
-        assert by_flag[flag].endswith(f" (default: {default})")
-    assert by_flag["--warmup-epochs"].endswith("; lvvit_* without a recipe: 5 (default: 20)")
+from horovod_volo.config.schema import Config
 
 
 def test_nothing_given_is_the_schema_itself() -> None:

@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from horovod_volo import evaluate, export, labels, pack, train
-from horovod_volo.config.arguments import Parser
-from horovod_volo.config.command_line import build_parser
-from horovod_volo.config.schema import Config
 from horovod_volo.doctor import __main__ as doctor
 
 # The function of each command, and a command line that it accepts.
@@ -40,19 +37,14 @@ def refusal(command: str, flags: str, capsys: pytest.CaptureFixture[str]) -> str
 
 # A command, flags, and what its error must name: the flag, and the remedy.
 MISTAKES = [
-    ("train", "--modle volo_d1", "--modle", "Did you mean --model?"),
     ("evaluate", "--batchsize=3", "--batchsize", "Did you mean --batch-size?"),
     ("evaluate", "--weight run", "--weight.", "Did you mean --weights?"),  # no abbreviations
-    ("labels import", "--map_geometry whole", "--map_geometry", "Did you mean --map-geometry?"),
     ("labels generate", "--techer volo_demo", "--techer", "Did you mean --teacher?"),
     ("labels show", "--hepl", "--hepl", "Did you mean --help?"),
     ("labels", "improt maps store", "COMMAND", "'improt'. Did you mean import?"),
-    ("export", "--onxx", "--onxx", "Did you mean --onnx?"),
-    ("pack", "--shard-image 10", "--shard-image.", "Did you mean --shard-images?"),
     ("doctor", "--sharde runs", "--sharde", "Did you mean --shared?"),
     ("train", "more", "'more' is one argument too many", "DATA_DIR"),
     ("labels show", "more", "'more' is one argument too many", "STORE, DATA_DIR, NAME_OR_INDEX, OUT.png"),
-    ("doctor", "more", "'more' is one argument too many", "none"),
     ("evaluate", "--split tran", "--split", "'tran'", "Did you mean train?"),
     ("evaluate", "--per-class few", "--per-class", "at least 1", "'few'", "all"),
     ("evaluate", "--v2 --split val", "--split", "not allowed with argument --v2"),
@@ -60,11 +52,9 @@ MISTAKES = [
     ("export", "--img-size 31", "--img-size must be at least 32"),
     ("export", "--opset 24", "--opset must be below 24"),
     ("export", "--batch 0", "--batch", "at least 1", "dynamic"),
-    ("pack", "--workers -1", "--workers must be at least 0"),
     ("pack", "--quality 101", "--quality must be below 101"),
     ("pack", "--shard-images 3 --shard-size-mb 256", "--shard-size-mb", "not allowed with argument"),
     ("pack", "more", "DATA_DIR and OUT_DIR", "--verify or --catalog"),
-    ("doctor", "--binding core2", "--binding takes numa or core or none"),
 ]
 
 
@@ -82,46 +72,3 @@ def test_a_misspelled_required_flag_is_not_said_to_be_missing(capsys: pytest.Cap
     assert "There is no flag --wieghts. Did you mean --weights?" in capsys.readouterr().err
     assert evaluate.main(["images"]) == 2
     assert "required: --weights" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    [
-        ("labels generate", "--batch-size 0"),
-        ("labels generate", "-b many"),
-        ("labels import", "-j 1.5"),
-        ("labels import", "--bad-samples ignore"),
-        ("evaluate", "--img-size 8"),
-        ("evaluate", "--crop-pct x"),
-        ("evaluate", "--binding socket"),
-    ],
-)
-def test_a_wrong_value_has_the_message_of_training(
-    command: str, flags: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refusal(command, flags, capsys) == refusal("train", flags, capsys)
-
-
-def test_there_is_one_class_of_parser() -> None:
-    parsers = [module.build_parser() for module in (evaluate, labels, export, pack, doctor)]
-    assert {type(parser) for parser in [build_parser(), *parsers]} == {Parser}
-
-
-def test_defaults_are_those_of_training_unless_the_help_says_otherwise() -> None:
-    settings = Config()
-    generate, imported, evaluated, exported = (
-        module.build_parser().parse_args(COMMANDS[name][1].split())
-        for module, name in (
-            (labels, "labels generate"),
-            (labels, "labels import"),
-            (evaluate, "evaluate"),
-            (export, "export"),
-        )
-    )
-    assert (generate.batch_size, generate.binding) == (settings.data.batch_size, settings.launch.binding)
-    assert (imported.workers, imported.bad_samples) == (settings.data.workers, "fail")
-    for name in ("crop_pct", "batch_size", "workers", "catalog_dir"):
-        assert getattr(evaluated, name) == getattr(settings.data, name)
-    assert evaluated.precision == settings.model.precision
-    for options in (evaluated, exported):  # training's own are for a new model
-        assert (options.img_size, options.model, options.use_ema) == (0, "", False)

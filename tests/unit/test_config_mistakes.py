@@ -30,8 +30,7 @@ MISTAKES = [
     ("images more", "'more' is one argument too many"),
     ("--recipe dmo", "'dmo'", "Did you mean demo?", "Recipes: "),
     ("--recipe nowhere/some.toml", "nowhere/some.toml cannot be read"),
-    ("--recipe args.yaml", "TOML, not YAML", "args.yaml", "--dry-run"),
-    ("--recipe args.json", "TOML, not JSON", "args.json", "--dry-run"),
+    ("--recipe args.yaml", "'args.yaml'", "NAME.toml", "--dry-run"),
     ("--ranks 8", "--ranks goes with --dry-run"),
     ("--dry-run --ranks -2", "--ranks", "at least 1"),
     # Types and bounds
@@ -85,7 +84,7 @@ MISTAKES = [
     ("--lr-base 0", "The learning rate is 0. Set --lr, or --lr-base"),
     ("--shard-optimizer --clip-mode agc --clip-grad 1", "Use --clip-mode norm"),
     ("--model volo_d1 --elastic --shard-optimizer", "Drop --shard-optimizer, or --elastic"),
-    ("--model volo_d1 --elastic --horovod-autotune log", "Drop --horovod-autotune, or --elastic"),
+    ("--horovod-autotune log", "HOROVOD_AUTOTUNE=1"),
 ]
 
 
@@ -129,7 +128,7 @@ def test_the_edge_of_a_rule_is_allowed(argv: str) -> None:
         ("[updates]\nepochs = 3", "unknown table [updates]. Did you mean update? Tables: run, launch, model"),
         ("epochs = 3", "unknown table [epochs]."),
         ("[update\n", "is not valid TOML"),
-        ("[published]\ntop = 84.2", "unknown key 'top' in [published]. Did you mean top1?"),
+        ("[published]\ntop = 84.2", "[published] takes top1, a number"),
         ("[published]\ntop1 = true", "[published] takes top1, a number"),
         ('[published]\nneeds = "finetune"', "needs, names of settings"),
         ('[published]\nneeds = ["finetuning"]', "needs, names of settings"),

@@ -68,12 +68,8 @@ def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str,
     recipe = recipe_of(tmp_path, f'[{table}]\nprecision = "bf16"\n')
     config = parse(["--recipe", recipe]).config
     assert config.model.precision == "bf16"
-    moved = [f"recipe {recipe}: precision belongs to [model] now, no longer to [exchange]"]
-    assert config_warnings(config) == (moved if table == "exchange" else [])
-    # Written again it stands in its own table, and there is nothing to warn of.
-    written = dump(config)
+    written = dump(config)  # in its own table
     assert written.index("[model]") < written.index('precision = "bf16"') < written.index("[data]")
-    assert config_warnings(parse(["--recipe", recipe_of(tmp_path, written)]).config) == []
     both = '[exchange]\nprecision = "fp16"\n[model]\nprecision = "bf16"\n'
     assert parse(["--recipe", recipe_of(tmp_path, both)]).config.model.precision == "bf16"
 
@@ -83,6 +79,14 @@ def test_settings_that_were_removed_may_have_the_value_that_changes_nothing(tmp_
     assert parse(["--recipe", recipe_of(tmp_path, old)]).config.detection.hue == 9
     with pytest.raises(UserError, match="unknown key 'class_weights'"):
         parse(["--recipe", recipe_of(tmp_path, old.replace('""', '"balanced"'))])
+
+
+def test_removed_settings_that_changed_no_result_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    for value, warnings in (("", 0), ("line.json", 1)):
+        old = f'[launch]\nbinding = "core"\nhorovod_timeline = "{value}"\n'
+        config = parse(["--recipe", recipe_of(tmp_path, old)]).config
+        assert config.launch.binding == "core"
+        assert len(config_warnings(config)) == warnings
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_resolved_settings_are_a_recipe_that_repeats_the_run(flags: str, tmp_pat
     [
         ("volo_d1", [], "published with --token-label-data, which this run lacks"),
         ("volo_d1", ["token_label_data"], ""),
-        ("volo_d5_448", [], "with --finetune, --token-label-data and --ground-truth, which"),
+        ("volo_d5_448", [], "with --token-label-data and --finetune and --ground-truth, which"),
         ("volo_d5_448", ["finetune", "token_label_data"], "published with --ground-truth, which"),
         ("lvvit_s_384", ["token_label_data"], "published with --finetune, which"),
         ("lvvit_s_384", ["token_label_data", "finetune"], ""),  # whose published command mixes no true class

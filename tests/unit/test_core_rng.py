@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -57,29 +58,21 @@ def test_counters_are_not_concatenated() -> None:
 
 
 def test_no_two_purposes_share_a_stream() -> None:
-    samples = np.arange(2000)
+    samples = np.arange(300)
     drawn = {purpose: uniforms_of_samples(10, purpose, 0, 0, samples) for purpose in Purpose}
-    words = {purpose: set(philox(purpose, 0, 0).random_raw(1000).tolist()) for purpose in Purpose}
+    words = {purpose: set(philox(purpose, 0, 0).random_raw(300).tolist()) for purpose in Purpose}
     for first, second in itertools.combinations(Purpose, 2):
         assert not set(drawn[first].ravel()) & set(drawn[second].ravel())
         assert not words[first] & words[second]
 
 
-def test_each_purpose_has_one_user() -> None:
-    users: dict[str, list[str]] = {purpose.name: [] for purpose in Purpose}
+def test_each_purpose_has_one_user_and_no_other_module_seeds_a_generator() -> None:
+    seeding = {"SeedSequence", "default_rng", "manual_seed", "RandomState", "Philox", "Generator"}
+    users, seeders = Counter[str](), set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "Purpose":
-                users[node.attr].append(file.name)
-    assert {name: len(files) for name, files in users.items()} == dict.fromkeys(users, 1)
-
-
-def test_no_other_module_seeds_a_generator() -> None:
-    seeding = {"SeedSequence", "default_rng", "manual_seed", "RandomState", "Philox", "Generator"}
-    found = {
-        file.relative_to(PACKAGE).as_posix()
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr in seeding
-    }
-    assert {file for file in found if not file.startswith(FOLDERS_OF_OTHER_SOURCES)} == OTHER_SOURCES
+            if isinstance(node, ast.Attribute):
+                users.update([node.attr] if getattr(node.value, "id", "") == "Purpose" else [])
+                seeders.update([file.relative_to(PACKAGE).as_posix()] if node.attr in seeding else [])
+    assert users == dict.fromkeys(Purpose.__members__, 1)
+    assert {file for file in seeders if not file.startswith(FOLDERS_OF_OTHER_SOURCES)} == OTHER_SOURCES

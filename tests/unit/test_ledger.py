@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.cluster.collectives import Collectives, Wait
+from horovod_volo.cluster.collectives import Collectives, WaitForResult
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.step_statistics import CHECKSUM_BITS, OwnStep, checksums
 from horovod_volo.cluster.world import World
@@ -152,10 +152,10 @@ class ManyRanks(Collectives):
     def __init__(self, messages: list[Tensor], ranks: Tensor) -> None:
         self.messages, self.ranks = messages, ranks
 
-    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:
         self.messages.append(tensor.clone())
         tensor.copy_(torch.stack(self.messages)[self.ranks % len(self.messages)].sum(0) * scale)
-        return lambda: None
+        return lambda: tensor
 
 
 @pytest.mark.parametrize("size", [3, 1000, 10_000, 40_000, 65_536])

@@ -9,8 +9,9 @@ from torch import nn
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import parse
+from horovod_volo.config.schema import RESUMED
 from horovod_volo.config.update_settings import Exchange
-from horovod_volo.config.validation import RunFacts, config_warnings
+from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.errors import UserError
 from horovod_volo.dry_run import dry_run
 from horovod_volo.models.build import build_model, freeze, start_training
@@ -110,5 +111,5 @@ def test_random_weights_that_stay_are_warned_of() -> None:
     warning = "--freeze without --finetune: the frozen weights are random, and stay so"
     config = parse(["--freeze", "backbone"]).config
     assert warning in config_warnings(config)
-    assert warning not in config_warnings(config, RunFacts(first_step=5, total_steps=10))
+    assert warning not in config_warnings(config, [RESUMED])
     assert warning not in config_warnings(parse(["--freeze", "backbone", "--finetune", "run"]).config)

@@ -139,16 +139,13 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert page.text.count("alert(1)") > 10
 
 
-@pytest.mark.parametrize(("schedule", "epochs"), [("cosine", 8), ("one-cycle", 3)])
-def test_a_resumed_run_whose_last_line_was_written_in_part(
-    schedule: str, epochs: int, tmp_path: Path
-) -> None:
-    update = {"sched": schedule, "warmup_epochs": 5, "warmup_prefix": True}
+def test_a_resumed_run_whose_last_line_was_written_in_part(tmp_path: Path) -> None:
+    update = {"warmup_epochs": 5, "warmup_prefix": True}
     starts, last_line = [{"step": 12}], "stopped at step 30 and saved; resume"
     folder = write_run(tmp_path / "a", starts=starts, last_line=last_line, settings={"update": update})
     with (folder / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 30, "epo')
-    assert {"stopped and saved, resumed at step 12", f"3 of {epochs}"} <= set(page_of(folder).texts("dd"))
+    assert {"stopped and saved, resumed at step 12", "3 of 8"} <= set(page_of(folder).texts("dd"))
 
 
 def scaling_rows(page: ParsedPage) -> list[list[str]]:

@@ -168,7 +168,7 @@ def test_a_trainer_does_what_the_command_does(
 
     with pytest.raises(UserError, match="already holds a run"):
         Trainer(images, name="python", output=tmp_path, **SETTINGS).fit()
-    with pytest.raises(UserError, match="differ from those of the first Trainer"):
+    with pytest.raises(UserError, match="binding differs from that of the first Trainer"):
         Trainer(images, name="other", output=tmp_path, binding="core", **SETTINGS).fit()
 
 
