@@ -30,6 +30,9 @@ _FOREIGN = {
     "--train-split --class-map --dataset --dataset-download": (
         "The data folder has train/ and val/; --val-split names another folder of held-out images."
     ),
+    "--log-to --log-wandb --wandb-project --wandb-tags --wandb-resume-id": (
+        "TensorBoard's events can be sent to a service, and so can a callback's metrics: docs/monitoring.md."
+    ),
     "--experiment --eval-metric": (
         "Results are in --output, in the folder --name; `best` is of the highest accuracy."
     ),

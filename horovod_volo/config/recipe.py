@@ -20,6 +20,8 @@ RECIPES = Path(__file__).parent / "recipes"
 
 # Keys that moved to another table: they are read from both.
 _MOVED = {("exchange", "precision"): "model"}
+# Keys that were removed, with their default value and what takes their place: earlier runs recorded them.
+_REMOVED = {("logging", "log_to"): ("", "TensorBoard's events or a callback: docs/monitoring.md")}
 
 
 def recipe_names() -> list[str]:
@@ -65,12 +67,20 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             chosen[group] = _published(table, path)
             continue
         for key, value in table.items():
+            if (group, key) in _REMOVED:
+                default, instead = _REMOVED[group, key]
+                if value != default:
+                    chosen["warnings"] = (
+                        *chosen.get("warnings", ()),
+                        f"recipe {path}: {key} has no effect any more; {instead}",
+                    )
+                continue
             home = _MOVED.get((group, key), group)
             if (home, key) not in settings:
                 raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")
             if home != group:
                 moved = f"recipe {path}: {key} belongs to [{home}] now, no longer to [{group}]"
-                chosen["warnings"] = (moved,)
+                chosen["warnings"] = (*chosen.get("warnings", ()), moved)
             if home == group or key not in tables.get(home, {}):
                 chosen[key] = settings[home, key].checked(value, f"Recipe {path}: {group}.{key}")
     # Recipes older than lr_base_size: only the peak is scaled, the other two learning rates are not.

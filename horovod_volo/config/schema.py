@@ -163,11 +163,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Logging:
-    """pictures, histograms and further loggers"""
+    """pictures and histograms"""
 
-    log_to: str = setting(
-        "", "log metrics to wandb, mlflow or csv too; may be repeated", repeatable=True, also=("--log-wandb",)
-    )
     images_every: CountOrZero = setting(
         10,
         "epochs between pictures of training images and of outlook attention in TensorBoard, from the start "

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from horovod_volo.config.schema import Config, Logging, all_settings, by_flag
+from horovod_volo.config.schema import Config, all_settings, by_flag
 from horovod_volo.config.setting import shown
 from horovod_volo.config.update_settings import all_epochs, milestones, warmup_epochs
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.names import nearest
 
 
 class RunFacts(NamedTuple):
@@ -29,7 +28,6 @@ class RunFacts(NamedTuple):
 
 
 NOTHING_KNOWN = RunFacts()
-LOGGERS = ("csv", "mlflow", "wandb")
 
 # Conditions of the schema that are about more than whether flags are set.
 CONDITIONS: Mapping[str, Callable[[Config, RunFacts], object]] = {
@@ -86,9 +84,6 @@ def check(config: Config) -> None:
     check_address(data.data_dir)
     check_statistics(data.mean, data.std)
     milestones(update)
-    for name in loggers(config.logging):
-        if name not in LOGGERS:
-            raise UserError(f"--log-to takes {' or '.join(LOGGERS)}, not {name!r}.{nearest(name, LOGGERS)}")
     for wrong, message in (
         (
             ".." in Path(run.name).parts or Path(run.name).is_absolute(),
@@ -151,11 +146,6 @@ def check_statistics(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
                 f"{flag} is for pixels from 0 to 1, so its numbers are from {lowest} to 1, not "
                 f"{shown(values)}. Divide those of pixels from 0 to 255 by 255."
             )
-
-
-def loggers(settings: Logging) -> tuple[str, ...]:
-    """Return the names in --log-to, each once."""
-    return tuple(dict.fromkeys(name for part in settings.log_to.split(",") if (name := part.strip())))
 
 
 def uses_tokens(config: Config) -> bool:

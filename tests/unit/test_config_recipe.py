@@ -77,6 +77,14 @@ def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str,
     assert parse(["--recipe", recipe_of(tmp_path, both)]).config.model.precision == "bf16"
 
 
+def test_a_setting_that_was_removed_is_left_out_with_a_warning_if_it_was_set(tmp_path: Path) -> None:
+    for value, warnings in (("", 0), ("wandb", 1)):
+        recipe = recipe_of(tmp_path, f'[logging]\nlog_to = "{value}"\nimages_every = 3\n')
+        config = parse(["--recipe", recipe]).config
+        assert config.logging.images_every == 3
+        assert sum("log_to has no effect" in line for line in config_warnings(config)) == warnings
+
+
 @pytest.mark.parametrize(
     "flags", ["images --recipe demo --epochs 7 --scale 0.1 0.9", "--model lvvit_s --name a"]
 )
