@@ -99,7 +99,7 @@ def peak_extra_bytes(action: Action, device: torch.device) -> int:
         action()
     # Every allocation is among the raw events; the profiler's own table has sums by operation.
     events = watched.profiler.kineto_results.events()
-    changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+    changes = sorted((each.start_ns(), int(each.nbytes())) for each in events if each.name() == "[memory]")
     return max(accumulate(size for _, size in changes))
 
 

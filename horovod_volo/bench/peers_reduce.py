@@ -162,9 +162,9 @@ FORMS: dict[str, list[Callable[[Work], Method]]] = {
 def torch_ranks(world: World, device: torch.device) -> Iterator[None]:
     """Initialise torch.distributed with the same ranks. Collective: every rank calls this."""
     host = "localhost" if world.local_size == world.size else socket.gethostname()
-    store = dist.TCPStore(host, 0, is_master=True) if world.is_rank_zero else None
+    store = dist.TCPStore(host, 0, is_master=True) if world.is_rank_zero else None  # type: ignore[attr-defined]
     address = world.broadcast_object(None if store is None else (host, store.port))
-    store = store or dist.TCPStore(*address)
+    store = store or dist.TCPStore(*address)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
     try:

@@ -1,7 +1,6 @@
 """The logger of rank 0: log.txt, metrics.jsonl, TensorBoard and the terminal.
 
-Invariants: after a resume, no record later than the resumed step remains. Nothing is lost because a disk was
-full for a time.
+Invariant: nothing is lost because a disk was full for a time.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class RunLogger(Logger):
             self._append(self._events, event_records.histogram(step, f"{group}/{name}", tensors))
 
     def describe(self, step: int, describe: Callable[[], RunDescription]) -> None:
-        self._append(self._events, description_events(step, self._folder.name, describe()))
+        self._append(self._events, description_events(step, describe()))
 
     def finish(self, step: int) -> None:
         self._append(self._events, event_records.session_end(step))
@@ -143,8 +142,7 @@ class RunLogger(Logger):
 
     def _record(self, kind: str, step: int, values: Values) -> None:
         self._append(self._metrics, f"{json.dumps({'step': step, **values})}\n".encode())
-        shown = self._board.select(kind, values)
-        self._append(self._events, self._board.scalars(kind, step, shown))
+        self._append(self._events, self._board.scalars(kind, step, values))
 
     def _append(self, file: AppendedFile, content: bytes) -> None:
         self._may_write()

@@ -14,12 +14,13 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from horovod_volo.engine.callbacks import PROFILERS, Callback
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.compiled import find_blocks
-from horovod_volo.monitor.meters import EXCHANGE, OWN_PART, UPDATE, ignore
+from horovod_volo.monitor.meters import EXCHANGE, OWN_PART, UPDATE
 
 DATA, SLOWEST, REST = "waiting for data", "slowest rank", "logs, checkpoints and the rest"
 # What takes more of a step than this is to be changed; the last two are arithmetic, which is to take all.
@@ -100,8 +101,8 @@ class StepProfiler(Callback):
             undo.callback(block.register_forward_pre_hook(begin).remove)
             end = block.register_forward_hook(lambda *_: in_block.close(), always_call=True)
             undo.callback(end.remove)
+        undo.callback(setattr, timer, "on_phase", timer.on_phase)
         timer.on_phase = partial(self._show, phase)
-        undo.callback(setattr, timer, "on_phase", ignore)
         self._began, self._waited = time.perf_counter(), run.learner.train_loader.waited_seconds
 
     def _show(self, place: ExitStack, name: str, *_: object) -> None:
@@ -124,7 +125,7 @@ class StepProfiler(Callback):
         for event in profiler.key_averages():
             if event.is_user_annotation:
                 spent[event.key] += event.cpu_time_total
-            elif event.device_type == torch.autograd.DeviceType.CPU:  # it has the time of its kernels
+            elif event.device_type == DeviceType.CPU:  # it has the time of its kernels
                 operators[event.key] += getattr(event, attribute)
         forward, exchange, update = (spent[part] / 1e6 / len(taken) for part in (OWN_PART, EXCHANGE, UPDATE))
         times = {OWN_PART: max(0.0, forward - data), DATA: data, EXCHANGE: exchange, UPDATE: update}
