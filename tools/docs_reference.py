@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from horovod_volo.__main__ import COMMANDS
-from horovod_volo.bench.__main__ import MEASUREMENTS, REPORTS
+from horovod_volo.bench.__main__ import BENCHMARKS
 from horovod_volo.config.command_line import build_parser as parser_of_training
 from horovod_volo.config.schema import all_settings, group_types
 from horovod_volo.config.setting import Setting, shown
@@ -141,11 +141,9 @@ def _parser_sections(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _benchmarks() -> list[str]:
-    parts = ["`horovod-volo bench NAME --help` lists the flags of one benchmark."]
-    for title, entries in (("Measurements", MEASUREMENTS), ("Reports", REPORTS)):
-        rows = [(f"`{name}`", _sentence(text)) for name, text in entries.items()]
-        parts += [f"### {title}", _table(("Name", "What it measures"), rows)]
-    return parts
+    rows = [(f"`{name}`", _sentence(text)) for name, (_, text) in BENCHMARKS.items()]
+    table = _table(("Name", "What it measures"), rows)
+    return ["`horovod-volo bench NAME --help` lists the flags of one benchmark.", table]
 
 
 def _flags(actions: Iterable[argparse.Action]) -> str:

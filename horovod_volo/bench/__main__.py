@@ -16,7 +16,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.stop_signals import run_until_signal
@@ -30,64 +30,41 @@ if TYPE_CHECKING:
 
 # torch is imported where it is used, so that --help answers at once.
 
-MEASUREMENTS = {
-    "step": "speed of a training step, and the fraction of a GPU's peak FLOP/s",
-    "peers": "training step against plain and published training loops around timm's VOLO",
-    "loss": "sparse token-label loss against its published form",
-    "reduce": "exposed time of the gradient all-reduce; start with horovodrun or mpirun",
-    "loader": "augmented training images per second against timm's loader",
-    "labels": "reading a token-label map against torch.load",
-    "ceilings": "what a GPU reaches in copies, matrix products and attention",
-    "roofline": "time of a training step on a GPU, counted without one",
-    "simulate": "predicted efficiency on many GPUs",
+# Where it is, and what it does: a function that returns a Result measures, others report.
+BENCHMARKS = {
+    "step": ("step.measure", "speed of a training step, and the fraction of a GPU's peak FLOP/s"),
+    "peers": ("peers.measure", "training step against plain and published loops around timm's VOLO"),
+    "loss": ("loss.measure", "sparse token-label loss against its published form"),
+    "reduce": ("reduce.measure", "exposed time of the gradient all-reduce; start with horovodrun or mpirun"),
+    "loader": ("loader.measure", "augmented training images per second against timm's loader"),
+    "ceilings": ("gpu.measure_ceilings", "what a GPU reaches in copies, matrix products and attention"),
+    "simulate": ("simulate.measure", "predicted efficiency on many GPUs"),
+    "gpu": ("gpu.measure", "measure what one GPU is to be measured for, in parts"),
+    "table": ("results.table", "print the recorded results as the table of docs/results.md"),
 }
-REPORTS = {
-    "gpu": "measure what one GPU is to be measured for, in parts",
-    "profile": "print the operators of a training step, the longest first",
-    "table": "print the recorded results as the table of docs/results.md",
-}
-# Module and function of those that are not `measure` in a module of their own.
-_ELSEWHERE = {
-    "labels": ("loader", "measure_labels"),
-    "ceilings": ("gpu", "measure_ceilings"),
-    "profile": ("step", "measure_operators"),
-    "table": ("results", "table"),
-}
-# Whose --model may be a plugin's.
-_TAKES_PLUGINS = {"step", "profile", "roofline", "reduce"}
+_TAKES_PLUGINS = {"step", "reduce"}  # whose --model may be a plugin's
 
 
-class BenchRequest(NamedTuple):
-    """A parsed command line: `function` is to be called with `settings`."""
+def parse(arguments: list[str]) -> tuple[Callable[..., Result | str], dict[str, Any], dict[str, Any]]:
+    """Return the function that a command line names, its parameters, and what to do besides.
 
-    name: str
-    function: Callable[..., Result | str]
-    settings: dict[str, Any]
-    json: bool = False
-    record: bool = False
-    plugin: str = ""
-
-
-def parse(arguments: list[str]) -> BenchRequest:
-    """Read the command line. Only the named benchmark is imported: others may need what is not installed."""
+    Only the named benchmark is imported: others may need what is not installed.
+    """
     from horovod_volo.bench.results import add_flags
 
     name, *flags = arguments
-    descriptions = MEASUREMENTS | REPORTS
-    if name not in descriptions:
-        raise UserError(f"There is no benchmark {name!r}.{nearest(name, descriptions)} --help lists all.")
-    module, attribute = _ELSEWHERE.get(name, (name, "measure"))
+    if name not in BENCHMARKS:
+        raise UserError(f"There is no benchmark {name!r}.{nearest(name, BENCHMARKS)} --help lists all.")
+    place, description = BENCHMARKS[name]
+    module, attribute = place.split(".")
     function = getattr(import_module(f"horovod_volo.bench.{module}"), attribute)
-    parser = Parser(prog=f"python -m horovod_volo.bench {name}", description=descriptions[name])
+    parser = Parser(prog=f"python -m horovod_volo.bench {name}", description=description)
     add_flags(parser, function)
-    if name in MEASUREMENTS:
-        parser.add_argument("--json", action="store_true", help="print the record as one JSON object")
-        parser.add_argument("--record", action="store_true", help="append the record to docs/results.jsonl")
     if name in _TAKES_PLUGINS:
         add_flag(parser, setting_of_training("plugin"))
     settings = vars(parser.parse_args(flags))
-    common = {key: settings.pop(key) for key in ("json", "record", "plugin") if key in settings}
-    return BenchRequest(name, function, settings, **common)
+    common = {key: settings.pop(key, "") for key in ("json", "record", "plugin")}
+    return function, settings, common
 
 
 def main(arguments: list[str]) -> int:
@@ -101,16 +78,16 @@ def main(arguments: list[str]) -> int:
     from horovod_volo.plugins import load_plugins
 
     try:
-        request = parse(arguments)
-        load_plugins(request.plugin)
+        function, settings, common = parse(arguments)
+        load_plugins(common["plugin"])
         use_kernels(OPERATORS)  # those that take steps choose by a check
-        found = request.function(**request.settings)
+        found = function(**settings)
         if isinstance(found, str):
             print(found)
         elif read_launch_env().rank == 0:
             record = record_of(found, _command(arguments), (before, os.getloadavg()[0]))
-            print(json.dumps(record) if request.json else lines(record))
-            if request.record:
+            print(json.dumps(record) if common["json"] else lines(record))
+            if common["record"]:
                 append(record)
     except UserError as problem:
         print_error(f"error: {problem}")
@@ -120,7 +97,7 @@ def main(arguments: list[str]) -> int:
 
 def _overview() -> str:
     rows = ["usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip(), ""]
-    rows += [f"  {name:<14}{description}" for name, description in (MEASUREMENTS | REPORTS).items()]
+    rows += [f"  {name:<14}{description}" for name, (_, description) in BENCHMARKS.items()]
     return "\n".join(rows)
 
 

@@ -1,21 +1,17 @@
 """Comparison of two pieces of work: equal results first, then paired times and peak memory.
 
-The two sides alternate, A B B A A B B A. Each pair gives one ratio; the median ratio is reported with a 95 %
-bootstrap interval over the pairs. Invariant: the members of a pair run directly after each other and neither
-is always first, so that other load on the machine and clock drift affect both.
+The two sides alternate, A B B A A B B A, and each pair gives one ratio. Invariant: the members of a pair run
+directly after each other and neither is always first, so that other load on the machine and clock drift
+affect both.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from statistics import fmean
+from collections.abc import Callable
+from itertools import accumulate
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,11 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 
 Action = Callable[[], object]
 TimedBlock = Callable[[], float]  # runs some work and returns its seconds per call of the action
-Samples = Sequence[float] | NDArray[np.float64]
-T = TypeVar("T")
 
 BLOCK_SECONDS = 0.4  # long compared with the resolution of the clock and of the scheduler
-_RESAMPLINGS = 10_000
 
 
 class WrongResultError(RuntimeError):
@@ -45,21 +38,6 @@ def assert_agree(what: str, ours: Tensor, peer: Tensor, tolerance: float) -> Non
             f"{what}: ours and the peer's differ by {difference:.3g}, where the largest value is {scale:.3g} "
             f"and {tolerance:g} of it is allowed. Nothing was measured."
         )
-
-
-class Estimate(NamedTuple):
-    """A median or a mean with its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def estimate(samples: Samples) -> Estimate:
-    """Return the median with its bootstrap interval; equal samples give equal intervals."""
-    drawn = np.random.default_rng(0).choice(samples, size=(_RESAMPLINGS, len(samples)))
-    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return Estimate(float(np.median(samples)), float(low), float(high))
 
 
 class PairedTimes(NamedTuple):
@@ -109,18 +87,6 @@ def compare(ours: Action, peer: Action, device: torch.device, pairs: int) -> Pai
     return alternate(one, other, pairs)
 
 
-def block_with_setup(
-    setup: Callable[[], T], action: Callable[[T], object], device: torch.device
-) -> TimedBlock:
-    """Make a block whose every call is given a new result of `setup`, which is not timed."""
-
-    def once() -> float:
-        return timed(partial(action, setup()), 1, device)()
-
-    repeats = repeats_for(once)
-    return lambda: fmean(once() for _ in range(repeats))
-
-
 def peak_extra_bytes(action: Action, device: torch.device) -> int:
     """Return the peak tensor memory that the action allocates, as the allocator counts it."""
     if device.type == "cuda":
@@ -131,11 +97,10 @@ def peak_extra_bytes(action: Action, device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         action()
-    # Only the exported trace has every allocation; the profiler's own table has sums by operation.
-    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
-        watched.export_chrome_trace(trace.name)
-        events = json.loads(Path(trace.name).read_text(encoding="utf-8"))["traceEvents"]
-    return max(int(event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]")
+    # Every allocation is among the raw events; the profiler's own table has sums by operation.
+    events = watched.profiler.kineto_results.events()
+    changes = sorted((each.start_ns(), int(each.nbytes())) for each in events if each.name() == "[memory]")
+    return max(accumulate(size for _, size in changes))
 
 
 def wait_for(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from horovod_volo.bench.comparison import Action, default_device, repeats_for, timed
-from horovod_volo.bench.results import Figure, Flag, Result
+from horovod_volo.bench.results import Figure, Flag, Result, read_records
 from horovod_volo.core.errors import UserError
 
 _STEP = "--precision bf16 --img-size 224"
@@ -36,7 +36,11 @@ PARTS: dict[str, Sequence[tuple[int, str]]] = {
         (150, f"peers {_D1} --against eager published"),
         (180, f"step {_D1} --compile"),
     ],
-    "d1-compiled": [(90, f"step {_D1} --kernels plain"), (240, f"peers {_D1} --against compile")],
+    "d1-compiled": [
+        (90, f"step {_D1} --kernels plain"),
+        (240, f"peers {_D1} --against compile"),
+        (120, f"step {_D1.replace('256', '64')}"),
+    ],
     "d5": [
         (120, f"step {_D5} --drop-path 0.75"),
         (120, f"step {_D5_SLOW}"),
@@ -46,7 +50,6 @@ PARTS: dict[str, Sequence[tuple[int, str]]] = {
         (200, f"step {_D5} --drop-path 0.75 --compile"),
         (240, f"peers {_D5_SLOW} --against compile"),
     ],
-    "profile": [(90, f"profile {_D1}"), (120, f"step {_D1.replace('256', '64')}")],
     "large": [
         (120, f"step {_D5_SLOW.replace('224', '448').replace('128', '64')}"),
         (120, f"step {_D5_SLOW.replace('224', '512').replace('128', '48')}"),
@@ -78,41 +81,31 @@ def measure(
         raise UserError("PyTorch sees no GPU here. `python -m horovod_volo.doctor` says why.")
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    measured, failed = folder / "measured.txt", 0
-    measured.touch()
-    for limit, words in (line for part in parts for line in PARTS[part]):
-        if words in measured.read_text(encoding="utf-8").splitlines():
-            continue
-        began = perf_counter()
-        outcome = _run(folder, limit, words)
-        print(f"{perf_counter() - began:4.0f} s  {outcome}  {words}", flush=True)
-        failed += outcome != "measured"
-        if outcome == "measured":
-            with measured.open("a", encoding="utf-8") as file:
-                file.write(f"{words}\n")
+    failed = 0
+    for limit, flags in (line for part in parts for line in PARTS[part]):
+        command = f"python -m horovod_volo.bench {flags}"
+        if command not in (record["command"] for record in read_records(folder / "results.jsonl")):
+            began = perf_counter()
+            outcome = _run(folder, limit, command)
+            print(f"{perf_counter() - began:4.0f} s  {outcome}  {flags}", flush=True)
+            failed += outcome != "measured"
     if failed:
         raise UserError(f"{failed} benchmarks failed: see {folder / 'log.txt'}. Others are in {folder}.")
     return f"All results are in {folder}."
 
 
-def _run(folder: Path, limit: int, words: str) -> str:
+def _run(folder: Path, limit: int, command: str) -> str:
     """Run one benchmark; return whether it was measured."""
-    command = [sys.executable, "-m", "horovod_volo.bench", *words.split()]
-    is_table = words.startswith("profile")
-    with (folder / "results.jsonl").open("a") as results, (folder / "log.txt").open("a") as log:
-        print(f"== {words}", file=log, flush=True)
+    with (folder / "results.jsonl").open("ab") as results, (folder / "log.txt").open("a") as log:
+        print(f"== {command}", file=log, flush=True)
+        words = [sys.executable, *command.split()[1:], "--json"]
         try:
-            subprocess.run(
-                command if is_table else [*command, "--json"],
-                stdout=log if is_table else results,
-                stderr=log,
-                timeout=limit,
-                check=True,
-            )
+            done = subprocess.run(words, stdout=subprocess.PIPE, stderr=log, timeout=limit, check=True)
         except subprocess.TimeoutExpired:
             return "took too long"
         except subprocess.CalledProcessError as error:
             return f"failed with status {error.returncode}"
+        results.write(done.stdout)
     return "measured"
 
 
@@ -148,7 +141,7 @@ def _figures(device: torch.device) -> Iterator[Figure]:
                     seconds = _block_seconds(lambda: _attend(*inputs), device)  # noqa: B023
             except RuntimeError:  # this device or this build has no such backend
                 continue
-            yield Figure.of_seconds(f"attention of {name}, forward and backward, {backend.name}", seconds)
+            yield Figure.of(f"attention of {name}, forward and backward, {backend.name}", 1e3 * seconds, "ms")
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -1,9 +1,7 @@
-"""The training data of a rank: augmented images a second against timm's loader, and reading a label map.
+"""The training data of a rank: augmented images a second against timm's loader.
 
 Whole epochs of images are timed by the wall clock, and begin with nothing prefetched. Their pixels are not
-compared here, as both sides draw their own crops and colours, but by tests. Maps of the published shape are
-read from the packed store and from published files by torch.load, in a random order, after each has been read
-once: the work is compared, not the disk.
+compared here, as both sides draw their own crops and colours, but by tests.
 """
 
 from __future__ import annotations
@@ -16,21 +14,16 @@ from time import perf_counter
 from typing import Annotated
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.bench.comparison import WrongResultError, alternate, compare, default_device, wait_for
+from horovod_volo.bench.comparison import alternate, default_device, wait_for
 from horovod_volo.bench.peers import training_loader
 from horovod_volo.bench.results import BatchSize, Figure, Flag, ImgSize, Pairs, Result
-from horovod_volo.bench.synthetic import CLASSES, MAP_SIDE, TOP, catalog_without_files
-from horovod_volo.config.arguments import whole_number
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import TrainLoader
-from horovod_volo.labelling.import_maps import import_labels
-from horovod_volo.token_labels.store import LabelStore
 
 _CLASSES = 4
 _LANDSCAPE, _PORTRAIT = (375, 500), (500, 375)  # height, width
@@ -76,8 +69,8 @@ def measure(
         "loader",
         f"augmented training images at {img_size} px on the {device.type}, threads and workers: {threads}",
         [
-            Figure.of_rate("images a second", found.ours),
-            Figure.of_rate("timm's loader", found.peer),
+            Figure.of("images a second", 1 / found.ours, "images/s"),
+            Figure.of("timm's loader", 1 / found.peer, "images/s"),
             Figure.of("faster than timm's loader", found.ratios, "x"),
         ],
     )
@@ -106,51 +99,3 @@ def _photograph(random: np.random.Generator, height: int, width: int) -> NDArray
     light = noise(1.0)
     channels = [118 + random.normal(0, 15) + 45 * (light + 0.5 * noise(1.2)) for _ in range(3)]
     return np.stack(channels, axis=-1).clip(0, 255).astype(np.uint8)
-
-
-def measure_labels(
-    *, maps: Annotated[int, Flag("label maps to generate", read=whole_number(2))] = 2000, pairs: Pairs = 7
-) -> Result:
-    """Measure so many maps, generated in a temporary folder."""
-    random = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as folder:
-        published, packed = Path(folder) / "published", Path(folder) / "packed"
-        (published / "0").mkdir(parents=True)
-        paths = [published / "0" / f"{number}.pt" for number in range(maps)]
-        for path in paths:
-            logits = random.normal(size=(TOP, MAP_SIDE, MAP_SIDE)).astype(np.float16)
-            ids = random.integers(CLASSES, size=logits.shape).astype(np.float16)
-            torch.save(torch.from_numpy(np.stack([logits, ids])), path)
-        catalog = catalog_without_files(maps, CLASSES)
-        import_labels(
-            published, packed, catalog, workers=1, fail_on_bad_samples=True,
-            progress=lambda *_: None, warn=lambda _: None,
-        )  # fmt: skip
-        store = LabelStore(packed, catalog, cache=None)
-        order = random.permutation(maps).tolist()
-        for index in order:
-            if not np.array_equal(np.stack(store.read(index)), _load_map(paths[index])):
-                raise WrongResultError(
-                    f"The packed map {index} is not that of the file {paths[index]}. Nothing was measured."
-                )
-        found = compare(
-            lambda: [store.read(index) for index in order],
-            lambda: [_load_map(paths[index]) for index in order],
-            torch.device("cpu"),
-            pairs,
-        )
-        store.close()
-    return Result(
-        "labels",
-        f"reading one label map, {TOP} x {MAP_SIDE} x {MAP_SIDE}, of {maps:,}",
-        [
-            Figure.of_seconds("packed store", found.ours / maps, "µs"),
-            Figure.of_seconds("torch.load", found.peer / maps, "µs"),
-            Figure.of("faster than torch.load", found.ratios, "x"),
-        ],
-    )
-
-
-def _load_map(path: Path) -> NDArray[np.float16]:
-    loaded: NDArray[np.float16] = torch.load(path, weights_only=True).numpy()
-    return loaded

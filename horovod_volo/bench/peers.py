@@ -9,9 +9,9 @@ what is shared is sizes, images, labels and MixToken's box.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -64,56 +64,44 @@ def measure(
         ours, peer = _sides(form, config)  # without drop path, whose random numbers differ
         with closing(ours):
             losses = ours.losses(_COMPARED_STEPS)
-        expected = torch.tensor([float(peer.step()) for _ in range(_COMPARED_STEPS)])
+        expected = torch.tensor([float(peer()) for _ in range(_COMPARED_STEPS)])
         what = f"the losses of {_COMPARED_STEPS} steps ({form})"
         assert_agree(what, losses, expected, _TOLERANCES[precision])
         ours, peer = _sides(form, replace(config, model=replace(config.model, drop_path=drop_path)))
         with closing(ours):
-            found = compare(ours.step, peer.step, ours.device, pairs)
+            found = compare(ours.step, peer, ours.device, pairs)
         figures += [
-            Figure.of_rate(f"beside {form}: images a second", found.ours, batch_size),
-            Figure.of_rate(form, found.peer, batch_size),
+            Figure.of(f"beside {form}: images a second", batch_size / found.ours, "images/s"),
+            Figure.of(form, batch_size / found.peer, "images/s"),
             Figure.of(f"faster than {form}", found.ratios, "x"),
         ]
     title = f"step of one rank, {img_size} px, {precision}, batch {batch_size}, drop path {drop_path}"
     return Result(f"peers {model} {precision} {' '.join(against)}", title, figures)
 
 
-def _sides(form: LoopName, config: Config) -> tuple[SyntheticRun, TrainingLoop]:
+def _sides(form: LoopName, config: Config) -> tuple[SyntheticRun, Callable[[], Tensor]]:
     """Build our run, and the peer with the same weights and batch; both mix tokens by the same box."""
     run = SyntheticRun(config)
     side = tokens_per_side(config.model.model, config.model.img_size)
     box = Box(0, 0, side // 2, side // 2, grid=side) if config.objective.mix_token else NO_BOX
     learner_of(run.context).mix = lambda step, number: box  # noqa: ARG005
-    peer = training_loop(form, config, run.batch, run.device, box)
-    peer.network.load_state_dict(run.context.state.model.state_dict())
-    return run, peer
+    network, step = training_loop(form, config, run.batch, run.device, box)
+    network.load_state_dict(run.context.state.model.state_dict())
+    return run, step
 
 
 LoopName = Literal["eager", "channels-last", "compile", "published"]
 
 
-class TrainingLoop(NamedTuple):
-    """A network of timm's modules, and a function that takes one step and returns its loss."""
-
-    network: nn.Module
-    step: Callable[[], Tensor]
-
-
 def training_loop(
-    form: LoopName,
-    config: Config,
-    batch: TrainBatch,
-    device: torch.device,
-    box: Box,
-    autocast: AbstractContextManager[object] | None = None,
-) -> TrainingLoop:
-    """Build a plain training step of timm's network, with AdamW as timm sets it up."""
+    form: LoopName, config: Config, batch: TrainBatch, device: torch.device, box: Box
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Build timm's network and its plain training step, which returns the loss, with timm's AdamW."""
     settings = config.model
     if settings.model not in SIZES:
         raise UserError(
             f"Only VOLO is compared with loops around timm's network: --model {', '.join(SIZES)}. Measure "
-            f"{settings.model} with `bench step`, or with `bench roofline --against` without names."
+            f"{settings.model} with `bench step`."
         )
     model = VOLO(
         img_size=settings.img_size,
@@ -132,11 +120,8 @@ def training_loop(
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.update.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    # On a GPU torch updates all tensors at once, unless asked otherwise.
-    optimizer = torch.optim.AdamW(groups, lr=config.update.lr, foreach=device.type == "meta" or None)
-    autocast = autocast or torch.autocast(
-        device.type, dtype=torch.bfloat16, enabled=settings.precision == "bf16"
-    )
+    optimizer = torch.optim.AdamW(groups, lr=config.update.lr)
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=settings.precision == "bf16")
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -146,7 +131,7 @@ def training_loop(
         optimizer.step()
         return value.detach()
 
-    return TrainingLoop(model, step)
+    return model, step
 
 
 def _class_loss(form: LoopName, model: Any, config: Config, batch: TrainBatch) -> Callable[[], Tensor]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from horovod_volo.bench.comparison import Action
-from horovod_volo.cluster.collectives import Collectives, WaitForResult
+from horovod_volo.cluster.collectives import WaitForResult
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
@@ -33,7 +33,6 @@ from horovod_volo.models.build import training_forward
 STOCK, DDP = "stock Horovod", "torch DDP"
 CompressionName = Literal["none", "fp16"]
 _DTYPES: dict[CompressionName, str] = {"none": "fp32", "fp16": "fp16"}
-_BUCKET_MIB = 25
 _TIMEOUT = timedelta(minutes=2)
 
 
@@ -45,13 +44,10 @@ class ModelWithLoss(nn.Module):
         self.network = network
 
     def forward(self, images: Tensor, classes: Tensor) -> Tensor:
-        """Return the loss of a batch: class token and, weighted by half, all tokens, if there are any."""
+        """Return the mean loss of the class token and all tokens, if there are any, of a batch."""
         class_logits, token_logits = training_forward(self.network)(images, lambda tokens: tokens, 0)
-        loss = F.cross_entropy(class_logits, classes)
-        if not token_logits.shape[1]:
-            return loss
-        token_classes = classes.repeat_interleave(token_logits.shape[1])
-        return loss + 0.5 * F.cross_entropy(token_logits.flatten(0, 1), token_classes)
+        logits = torch.cat([class_logits[:, None], token_logits], dim=1)  # (batch, 1 + tokens, classes)
+        return F.cross_entropy(logits.mT, classes[:, None].expand(logits.shape[:2]))
 
 
 @dataclass
@@ -81,6 +77,7 @@ class Method:
     compression: CompressionName
     model: ModelWithLoss
     step: Action
+    reducer: Reducer | None = None  # ours
 
 
 def _sgd(model: nn.Module) -> SGD:
@@ -105,38 +102,27 @@ def no_exchange(work: Work) -> Method:
     return Method("none", "none", model, _plain_step(work, model, _sgd(model)))
 
 
-class ReducerMethod(Method):
-    """A step with our reducer; without overlap it sends the buckets when backward has ended."""
+def our_reducer(work: Work, compression: CompressionName, *, overlap: bool) -> Method:
+    """Build a step with our reducer; without overlap it sends the buckets when backward has ended."""
+    model, collectives = work.model(), copy.copy(work.world.collectives)
+    # All-reduces need names of their own, as Horovod caches responses by name.
+    prefix, allreduce = f"{compression}.{overlap}", collectives.allreduce_async
 
-    def __init__(self, work: Work, compression: CompressionName, *, overlap: bool) -> None:
-        super().__init__(_DTYPES[compression], compression, work.model(), self._step)
-        named = _NamedCollectives(work.world.collectives, f"{compression}.{overlap}")
-        world = replace(work.world, collectives=cast(Collectives, named))
-        # Waiting for a second micro-batch, which never comes, the reducer sends no bucket during backward.
-        micro_batches, settings = 1 if overlap else 2, Exchange(compression=compression)
-        self.reducer = Reducer(self.model, world, settings, micro_batches=micro_batches, heads=work.heads)
-        self._work, self._optimizer = work, _sgd(self.model)
+    def named(tensor: Tensor, name: str, scale: float) -> WaitForResult:
+        return allreduce(tensor, f"{prefix}.{name}", scale)
 
-    def _step(self) -> None:
-        self._work.loss(self.model).backward()  # type: ignore[no-untyped-call]
-        with self.reducer.synchronized_gradients():
-            self._optimizer.step()
+    collectives.allreduce_async = named  # type: ignore[method-assign]
+    # Waiting for a second micro-batch, which never comes, the reducer sends no bucket during backward.
+    micro_batches, world = 1 if overlap else 2, replace(work.world, collectives=collectives)
+    settings, optimizer = Exchange(compression=compression), _sgd(model)
+    reducer = Reducer(model, world, settings, micro_batches=micro_batches, heads=work.heads)
 
-    def exchange(self) -> None:
-        """Run the exchange without forward, backward and update."""
-        with self.reducer.synchronized_gradients():
-            pass
+    def step() -> None:
+        work.loss(model).backward()  # type: ignore[no-untyped-call]
+        with reducer.synchronized_gradients():
+            optimizer.step()
 
-
-@dataclass
-class _NamedCollectives:
-    """Gives all-reduces names of their own, as Horovod caches responses by name."""
-
-    collectives: Collectives
-    prefix: str
-
-    def allreduce_async(self, tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:
-        return self.collectives.allreduce_async(tensor, f"{self.prefix}.{name}", scale)
+    return Method(_DTYPES[compression], compression, model, step, reducer)
 
 
 def _stock_horovod(work: Work, compression: CompressionName, groups: int) -> Method:
@@ -159,7 +145,6 @@ def _torch_ddp(work: Work, compression: CompressionName) -> Method:
     model = work.model()
     parallel = DistributedDataParallel(
         model,
-        bucket_cap_mb=_BUCKET_MIB,
         gradient_as_bucket_view=True,
         static_graph=True,
         forward_sync_buffers=False,  # ours are averaged; here nothing at all is sent for them
@@ -181,18 +166,12 @@ FORMS: dict[str, list[Callable[[Work], Method]]] = {
 @contextmanager
 def torch_ranks(world: World, device: torch.device) -> Iterator[None]:
     """Initialise torch.distributed with the same ranks. Collective: every rank calls this."""
-    one_host = world.local_size == world.size
-    host = world.broadcast_object("localhost" if one_host else socket.gethostname())
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = world.broadcast_object(free.getsockname()[1])
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{host}:{port}",
-        rank=world.rank,
-        world_size=world.size,
-        timeout=_TIMEOUT,
-    )
+    host = "localhost" if world.local_size == world.size else socket.gethostname()
+    store = dist.TCPStore(host, 0, is_master=True) if world.is_rank_zero else None  # type: ignore[attr-defined]
+    address = world.broadcast_object(None if store is None else (host, store.port))
+    store = store or dist.TCPStore(*address)  # type: ignore[attr-defined]
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=_TIMEOUT)
     try:
         yield
     finally:

@@ -20,9 +20,9 @@ from horovod_volo.bench.peers_reduce import (
     FORMS,
     STOCK,
     Method,
-    ReducerMethod,
     Work,
     no_exchange,
+    our_reducer,
     torch_ranks,
 )
 from horovod_volo.bench.results import BatchSize, Figure, Flag, ImgSize, ModelName, Pairs, Result
@@ -36,6 +36,7 @@ from horovod_volo.models.build import build_model, spec_of
 
 OURS, LATE, BASELINE = "ours", "after backward", "no exchange"
 PEERS = {"stock": STOCK, "ddp": DDP, "late": LATE}  # values of --against and names in figures
+_BACKWARD, _ALONE = "backward", "our exchange by itself"
 _COMPARED_STEPS = 3
 _TRIALS = 4
 _TOLERANCES = {"none": 1e-4, "fp16": 1e-2}  # relative to the largest change of a weight
@@ -96,7 +97,7 @@ def _repeats(work: Work, action: Action) -> int:
 def _build_methods(work: Work, peers: Sequence[str]) -> dict[str, Method]:
     """Build all methods, the peers in their fastest form; raise unless all lead to the same weights."""
     start = flat_weights(work.network)
-    late = ReducerMethod(work, "none", overlap=False)
+    late = our_reducer(work, "none", overlap=False)
     for _ in range(_COMPARED_STEPS):
         late.step()
     expected = flat_weights(late.model) - start
@@ -110,7 +111,7 @@ def _build_methods(work: Work, peers: Sequence[str]) -> dict[str, Method]:
         work.world.assert_identical(method.model.parameters(), what)
         return method
 
-    methods = {OURS: checked(ReducerMethod(work, Exchange().compression, overlap=True))}
+    methods = {OURS: checked(our_reducer(work, Exchange().compression, overlap=True))}
     for name in FORMS:
         if name in peers:
             methods[name] = _fastest(work, [checked(build(work)) for build in FORMS[name]])
@@ -131,30 +132,34 @@ def _fastest(work: Work, forms: Sequence[Method]) -> Method:
 
 def _figures(methods: dict[str, Method], work: Work, rounds: int) -> list[Figure]:
     ours, baseline = methods[OURS], methods[BASELINE]
-    assert isinstance(ours, ReducerMethod)
+    reducer = ours.reducer
+    assert reducer is not None
+
+    def exchange() -> None:
+        with reducer.synchronized_gradients():
+            pass
+
     repeats = _repeats(work, ours.step)
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    backward, alone = [], []
+    actions = {name: method.step for name, method in methods.items()} | {_ALONE: exchange}
+    ms = {name: np.empty(rounds) for name in (*actions, _BACKWARD)}
     for number in range(rounds):
-        for name in list(methods)[:: -1 if number % 2 else 1]:
-            seconds[name].append(_block(work, methods[name].step, repeats))
-        alone.append(_block(work, ours.exchange, repeats))
-        backward.append(_block(work, work.loss(baseline.model).backward, 1))
-    wall = {name: np.array(taken) for name, taken in seconds.items()}
-    exposed = {name: wall[name] - wall[BASELINE] for name in methods if name != BASELINE}
+        for name in list(actions)[:: -1 if number % 2 else 1]:
+            ms[name][number] = 1e3 * _block(work, actions[name], repeats)
+        loss = work.loss(baseline.model)  # its forward is not timed
+        ms[_BACKWARD][number] = 1e3 * _block(work, loss.backward, 1)
+    exposed = {name: ms[name] - ms[BASELINE] for name in methods if name != BASELINE}
     left = {name: float(np.median(taken)) for name, taken in exposed.items()}
-    hideable = min(np.median(backward), np.median(alone))  # as long as backward lasts
+    hideable = min(np.median(ms[_BACKWARD]), np.median(ms[_ALONE]))  # as long as backward lasts
     return [
-        Figure.of("efficiency against no exchange", 100 * wall[BASELINE] / wall[OURS], "%"),
-        *(Figure.of_seconds(f"{name}: step", wall[name]) for name in methods),
-        *(Figure.of_seconds(f"{name}: exposed", exposed[name]) for name in exposed),
+        Figure.of("efficiency against no exchange", 100 * ms[BASELINE] / ms[OURS], "%"),
+        *(Figure.of(f"{name}: step", ms[name], "ms") for name in methods),
+        *(Figure.of(f"{name}: exposed", taken, "ms") for name, taken in exposed.items()),
         *(
             Figure(f"exposed, relative to {name}'s", left[OURS] / left[name], "x")
             for name in FORMS
             if name in exposed
         ),
-        Figure.of_seconds("backward", backward),
-        Figure.of_seconds("our exchange by itself", alone),
+        *(Figure.of(name, ms[name], "ms") for name in (_BACKWARD, _ALONE)),
         Figure.of("hidden of our exchange", 100 * (1 - exposed[OURS] / hideable), "%"),
-        Figure("our messages a step", len(ours.reducer.buckets), ""),
+        Figure("our messages a step", len(reducer.buckets), ""),
     ]

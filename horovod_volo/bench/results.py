@@ -22,21 +22,21 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from horovod_volo.bench.comparison import Samples, estimate
 from horovod_volo.config.arguments import whole_number
 from horovod_volo.core.environment import code_commit
 from horovod_volo.core.errors import UserError
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results.jsonl"
-_PER_SECOND = {"s": 1.0, "ms": 1e3, "µs": 1e6}
+_RESAMPLINGS = 10_000
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number; of repeated measurements with the 95 % interval of their median or mean."""
+    """One number; of repeated measurements with the 95 % interval of their median."""
 
     label: str
     value: float
@@ -45,20 +45,11 @@ class Figure:
     high: float | None = None
 
     @classmethod
-    def of(cls, label: str, samples: Samples, unit: str) -> Figure:
-        """Return the median of repeated measurements."""
-        found = estimate(samples)
-        return cls(label, found.value, unit, found.low, found.high)
-
-    @classmethod
-    def of_seconds(cls, label: str, seconds: Samples, unit: str = "ms") -> Figure:
-        """Return the median of times, converted from seconds."""
-        return cls.of(label, _PER_SECOND[unit] * np.asarray(seconds), unit)
-
-    @classmethod
-    def of_rate(cls, label: str, seconds: Samples, images: float = 1) -> Figure:
-        """Return the median of images per second, from the seconds that `images` images took."""
-        return cls.of(label, images / np.asarray(seconds), "images/s")
+    def of(cls, label: str, samples: Sequence[float] | NDArray[np.float64], unit: str) -> Figure:
+        """Return the median of repeated measurements with its bootstrap interval."""
+        drawn = np.random.default_rng(0).choice(samples, size=(_RESAMPLINGS, len(samples)))
+        low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+        return cls(label, float(np.median(samples)), unit, float(low), float(high))
 
 
 @dataclass(frozen=True)
@@ -180,8 +171,11 @@ Pairs = Annotated[
 
 
 def add_flags(parser: argparse.ArgumentParser, function: Callable[..., object]) -> None:
-    """Add a flag for each parameter of a function."""
+    """Add a flag for each parameter of a benchmark, and those of its record if it returns a Result."""
     hints = get_type_hints(function, include_extras=True)
+    if hints["return"] is Result:
+        parser.add_argument("--json", action="store_true", help="print the record as one JSON object")
+        parser.add_argument("--record", action="store_true", help="append the record to docs/results.jsonl")
     for name, parameter in inspect.signature(function).parameters.items():
         kind, flag = get_args(hints[name])
         options: dict[str, Any] = {"help": flag.help}

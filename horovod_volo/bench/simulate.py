@@ -11,8 +11,7 @@ rate between hosts is that of all network cards of a host together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from time import perf_counter
@@ -20,7 +19,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from horovod_volo.bench.results import Figure, Flag, Result
 from horovod_volo.bench.synthetic import CLASSES
@@ -29,10 +28,12 @@ from horovod_volo.config.arguments import whole_number
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.models.build import build_model, spec_of, training_forward
 
+PredictedModel = Literal["volo_d1", "volo_d5"]
+MODELS: tuple[PredictedModel, ...] = ("volo_d1", "volo_d5")
 
-@dataclass(frozen=True)
-class Fabric:
-    """What connects the ranks; times in seconds, rates in bytes per second.
+
+class Fabric(NamedTuple):
+    """Some GPUs and what connects them; times in seconds, rates in bytes per second.
 
     The latencies are those of NCCL's src/graph/tuning.cc: base and hardware latencies of the Simple protocol.
     Inside a host a hop of the ring costs three overheads of 2 us, which are above NVLink's 3.4 us.
@@ -47,6 +48,8 @@ class Fabric:
     ring_hop_between: float = 14e-6
     tree_hop_inside: float = 4e-6
     tree_hop_between: float = 14e-6
+    copy_rate: float = math.inf  # of a GPU's memory
+    step_seconds: Mapping[str, float] = {}  # of one GPU alone, by model
 
     def hosts(self, ranks: int) -> int:
         """Return the number of hosts of so many ranks."""
@@ -61,27 +64,21 @@ class Fabric:
 FabricName = Literal["a100-hdr", "h200-ndr"]
 # Rates that others measured. A100: inside, nccl issue 1048; between, nccl issues 812 and 1576. H200: inside,
 # an H100 with NVLS in nccl-tests issue 212, which has the same links; between, nccl issue 1221 (320 to 330).
+# Copy rates are assumed: 0.8 and 0.9 of the data sheets' bytes per second. Steps are of 128 images, with H200
+# and D1 of 256: estimates from operations and bytes at 0.60 to 0.68 of their limits, which nobody measured.
 FABRICS: dict[FabricName, Fabric] = {
-    "a100-hdr": Fabric("DGX A100, 8 x HDR200", inside=232.5e9, between=192e9),
-    "h200-ndr": Fabric("8 x H200, 8 x NDR400", inside=480e9, between=330e9),
-}
-PredictedModel = Literal["volo_d1", "volo_d5"]
-MODELS: tuple[PredictedModel, ...] = ("volo_d1", "volo_d5")
-# Seconds of a step on one GPU, of 128 images, with H200 and D1 of 256: estimates from operations and bytes at
-# 0.60 to 0.68 of their limits. Nobody has measured them.
-STEP_SECONDS: dict[tuple[FabricName, PredictedModel], float] = {
-    ("a100-hdr", "volo_d1"): 48.9e-3,
-    ("a100-hdr", "volo_d5"): 366e-3,
-    ("h200-ndr", "volo_d1"): 36.1e-3,
-    ("h200-ndr", "volo_d5"): 128e-3,
-}
-# Assumed: 0.8 and 0.9 of the data sheets' bytes per second.
-_COPY_RATE: dict[FabricName, float] = {"a100-hdr": 1.6e12, "h200-ndr": 4.3e12}
+    "a100-hdr": Fabric(
+        "DGX A100, 8 x HDR200", inside=232.5e9, between=192e9, copy_rate=1.6e12,
+        step_seconds={"volo_d1": 48.9e-3, "volo_d5": 366e-3},
+    ),
+    "h200-ndr": Fabric(
+        "8 x H200, 8 x NDR400", inside=480e9, between=330e9, copy_rate=4.3e12,
+        step_seconds={"volo_d1": 36.1e-3, "volo_d5": 128e-3},
+    ),
+}  # fmt: skip
 _BACKWARD_FRACTION = 2 / 3  # of a step; assumed: two of three multiplications
 _COPIED_BYTES = 12  # read and written per parameter: one pass to fp16, one back
-_REPEATS = 3  # of the measured backward
 _PHASES = 8  # a step begins at a random point of a cycle: the mean over these
-_LIMIT, _POINTS = 10.0, 20_001  # of the integral, in standard deviations
 
 
 class Message(NamedTuple):
@@ -96,16 +93,6 @@ class GradientTimes(NamedTuple):
 
     parameters: int
     buckets: tuple[Message, ...]
-
-
-class Assumed(NamedTuple):
-    """Assumptions of a prediction besides the fabric."""
-
-    sigma: float  # standard deviation of a rank's step, as a fraction
-    negotiation_per_level: float  # seconds, times log2 of the ranks
-    cycle: float  # seconds
-    step_seconds: float  # of one GPU alone
-    copy_rate: float  # bytes per second of its memory
 
 
 def measure(
@@ -125,27 +112,40 @@ def measure(
 ) -> Result:
     """Predict the efficiency of each network on each fabric."""
     workloads = {model: measured_gradient_times(model, img_size) for model in models}
+    assumed = (sigma, negotiation_us / 1e6, cycle_ms / 1e3)
     figures = []
-    for fabric in fabrics:
+    for fabric in map(FABRICS.__getitem__, fabrics):
         for model, workload in workloads.items():
-            alone = STEP_SECONDS[fabric, model]
-            assumed = Assumed(sigma, negotiation_us / 1e6, cycle_ms / 1e3, alone, _COPY_RATE[fabric])
+            alone = fabric.step_seconds[model]
             for count in ranks:
-                step = predicted_step(workload, FABRICS[fabric], count, assumed)
-                label = f"{FABRICS[fabric].name}, {model}, {count} ranks"
-                figures.append(Figure(label, 100 * alone / step, "%"))
+                step = predicted_step(workload, fabric, alone, count, *assumed)
+                figures.append(Figure(f"{fabric.name}, {model}, {count} ranks", 100 * alone / step, "%"))
     title = f"predicted efficiency; spread of a step {100 * sigma:g} %"
     title += f", {negotiation_us:g} us a level to agree, {cycle_ms:g} ms cycles"
     return Result("simulate", title, figures)
 
 
-def measured_gradient_times(model: str, img_size: int, repeats: int = _REPEATS) -> GradientTimes:
+def measured_gradient_times(model: str, img_size: int, repeats: int = 3) -> GradientTimes:
     """Run backward several times after a warm-up; each gradient's fraction is the median."""
     network = build_model(model, img_size=img_size, num_classes=CLASSES, drop_path=0.0).train()
     parameters = dict(network.named_parameters())
-    heads = spec_of(model).heads
-    buckets = build_gradient_buckets(parameters, Exchange(), heads=heads, ranks=2, shards=1)
-    fractions = _ready_fractions(network, img_size, repeats)
+    ready: dict[str, float] = {}
+
+    def note(name: str, _: Tensor) -> None:
+        ready[name] = perf_counter()
+
+    for name, parameter in parameters.items():
+        parameter.register_post_accumulate_grad_hook(partial(note, name))  # type: ignore[no-untyped-call]
+    images, measured = torch.randn(1, 3, img_size, img_size), []
+    for _ in range(repeats + 1):
+        class_logits, token_logits = training_forward(network)(images, lambda tokens: tokens, 0)
+        began = perf_counter()
+        (class_logits.sum() + token_logits.sum()).backward()  # type: ignore[no-untyped-call]
+        lasted = perf_counter() - began
+        measured.append([(ready[name] - began) / lasted for name in parameters])
+        network.zero_grad()
+    fractions = dict(zip(parameters, np.median(measured[1:], axis=0).tolist(), strict=True))
+    buckets = build_gradient_buckets(parameters, Exchange(), heads=spec_of(model).heads, ranks=2, shards=1)
     messages = [
         Message(max(fractions[name] for name in bucket.parameters), message_bytes(bucket, Exchange()))
         for bucket in buckets
@@ -154,52 +154,34 @@ def measured_gradient_times(model: str, img_size: int, repeats: int = _REPEATS) 
     return GradientTimes(count, tuple(sorted(messages)))
 
 
-def _ready_fractions(network: nn.Module, img_size: int, repeats: int) -> dict[str, float]:
-    """Return the median fraction of each gradient by name."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
-    ready: dict[str, float] = {}
-
-    def note(parameter: Tensor) -> None:
-        ready[names[parameter]] = perf_counter()
-
-    for parameter in names:
-        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-    images, fractions = torch.randn(1, 3, img_size, img_size), []
-    for _ in range(repeats + 1):
-        class_logits, token_logits = training_forward(network)(images, lambda tokens: tokens, 0)
-        began = perf_counter()
-        (class_logits.sum() + token_logits.sum()).backward()  # type: ignore[no-untyped-call]
-        lasted = perf_counter() - began
-        fractions.append([(ready[name] - began) / lasted for name in ready])
-        network.zero_grad()
-    return dict(zip(ready, np.median(fractions[1:], axis=0).tolist(), strict=True))
-
-
-def predicted_step(workload: GradientTimes, fabric: Fabric, ranks: int, assumed: Assumed) -> float:
-    """Return the seconds of a step on so many ranks."""
-    alone = assumed.step_seconds
+def predicted_step(
+    workload: GradientTimes,
+    fabric: Fabric,
+    alone: float,
+    ranks: int,
+    sigma: float = 0.0,
+    negotiation: float = 0.0,
+    cycle: float = 0.0,
+) -> float:
+    """Return the seconds of a step that takes `alone` on one GPU; ranks negotiate in seconds times log2."""
     backward = _BACKWARD_FRACTION * alone
     messages = [Message(alone - backward + ready * backward, size) for ready, size in workload.buckets]
-    negotiation = assumed.negotiation_per_level * math.log2(ranks)
     seconds = partial(all_reduce_seconds, ranks=ranks, fabric=fabric)
     end = fmean(
-        end_of_exchange(messages, seconds, assumed.cycle, negotiation, assumed.cycle * number / _PHASES)
+        end_of_exchange(messages, seconds, cycle, negotiation * math.log2(ranks), cycle * number / _PHASES)
         for number in range(_PHASES)
     )
     # Casts and copies run on the device between backward's kernels, on any number of ranks.
-    copying = _COPIED_BYTES * workload.parameters / assumed.copy_rate
-    exposed = max(0.0, end - alone) + copying
-    return alone + exposed + alone * assumed.sigma * expected_largest(ranks)
+    copying = _COPIED_BYTES * workload.parameters / fabric.copy_rate
+    return alone + max(0.0, end - alone) + copying + alone * sigma * expected_largest(ranks)
 
 
 def expected_largest(ranks: int) -> float:
     """Return the mean of the largest of N standard normal draws: how late the slowest rank is, in sigmas.
 
-    The integral of 1 - F^N above zero minus that of F^N below zero.
+    Blom's approximation.
     """
-    x = torch.linspace(0.0, _LIMIT, _POINTS, dtype=torch.float64)
-    above, below = torch.special.ndtr(x), torch.special.ndtr(-x)
-    return float(torch.trapezoid(1 - above**ranks - below**ranks, x))
+    return float(torch.special.ndtri(torch.tensor((ranks - 0.375) / (ranks + 0.25), dtype=torch.float64)))
 
 
 def end_of_exchange(
@@ -231,9 +213,8 @@ def end_of_exchange(
 
 def ring_seconds(size: float, ranks: int, fabric: Fabric) -> float:
     """Return the time of a ring all-reduce: 2(N-1) hops, of which 2(H-1) are between hosts."""
-    between = 2 * (fabric.hosts(ranks) - 1)
-    inside = 2 * (ranks - 1) - between
-    hops = inside * fabric.ring_hop_inside + between * fabric.ring_hop_between
+    between = fabric.hosts(ranks) - 1
+    hops = 2 * ((ranks - 1 - between) * fabric.ring_hop_inside + between * fabric.ring_hop_between)
     return fabric.start + hops + fabric.bytes_seconds(size, ranks)
 
 

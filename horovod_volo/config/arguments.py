@@ -43,6 +43,9 @@ _FOREIGN = {
     "--train-split --class-map --dataset --dataset-download": (
         "The data folder has train/ and val/; --val-split names another folder of held-out images."
     ),
+    "--log-to --log-wandb --wandb-project --wandb-tags --wandb-resume-id": (
+        "TensorBoard's events can be sent to a service, and so can a callback's metrics: docs/monitoring.md."
+    ),
     "--data --data-dir --data-path": "The data folder is the first argument, without a flag.",
     "--device": "A rank takes a GPU, or the CPU where there is none; CUDA_VISIBLE_DEVICES limits the GPUs.",
     "--max-restarts": "A job started again goes on with --resume auto; an --elastic run may lose hosts.",

@@ -25,6 +25,7 @@ _REMOVED = {
     ("launch", "horovod_autotune"): "",
     ("launch", "horovod_timeline"): "",
     ("logging", "histograms_every"): 0,
+    ("logging", "log_to"): "",
     ("model", "grad_checkpoint_stages"): "all",
     ("objective", "class_weights"): "",
     ("update", "cycle_up"): 0.45,

@@ -140,11 +140,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Logging:
-    """pictures and further loggers"""
+    """pictures"""
 
-    log_to: str = setting(
-        "", "log metrics to wandb, mlflow or csv too; may be repeated", repeatable=True, also=("--log-wandb",)
-    )
     images_every: CountOrZero = setting(
         10,
         "epochs between pictures of training images in TensorBoard, from the start on; 0: none",

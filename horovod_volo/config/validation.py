@@ -10,13 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from horovod_volo.config.schema import FACTS, RESUMED, Config, Logging, all_settings, by_flag
+from horovod_volo.config.schema import FACTS, RESUMED, Config, all_settings, by_flag
 from horovod_volo.config.setting import shown
 from horovod_volo.config.update_settings import milestones
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.names import nearest
-
-LOGGERS = ("csv", "mlflow", "wandb")
 
 # Conditions of the schema that are about more than whether flags are set.
 CONDITIONS: Mapping[str, Callable[[Config], object]] = {
@@ -57,9 +54,6 @@ def check(config: Config) -> None:
     check_address(data.data_dir)
     check_statistics(data.mean, data.std)
     milestones(update)
-    for name in loggers(config.logging):
-        if name not in LOGGERS:
-            raise UserError(f"--log-to takes {' or '.join(LOGGERS)}, not {name!r}.{nearest(name, LOGGERS)}")
     for wrong, message in (
         (
             ".." in Path(run.name).parts or Path(run.name).is_absolute(),
@@ -114,11 +108,6 @@ def check_statistics(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
                 f"{flag} is for pixels from 0 to 1, so its numbers are from {lowest} to 1, not "
                 f"{shown(values)}. Divide those of pixels from 0 to 255 by 255."
             )
-
-
-def loggers(settings: Logging) -> tuple[str, ...]:
-    """Return the names in --log-to, each once."""
-    return tuple(dict.fromkeys(name for part in settings.log_to.split(",") if (name := part.strip())))
 
 
 def uses_tokens(config: Config) -> bool:

@@ -2,8 +2,8 @@
 
 An extra is a folder of this package that only some runs need. The core does not import it: EXTRAS says which
 of its modules to import when a setting has that name, and the module then registers what it brings, as a
-plugin does. Without its folder, the name is refused, and all else works. So do rarer models, optimizers and
-loggers of the core itself: a run imports those that it uses.
+plugin does. Without its folder, the name is refused, and all else works. So do rarer models and optimizers
+of the core itself: a run imports those that it uses.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ EXTRAS: dict[str, dict[str, str]] = {
         "lars": "horovod_volo.optim.trust_ratio",
     },
     "exchange of gradients": {"sharded": "horovod_volo.cluster.sharding"},
-    "logger": dict.fromkeys(("csv", "wandb", "mlflow"), "horovod_volo.monitor.further_loggers"),
     "pictures": {"classification": "horovod_volo.pictures.classification"},
     "profiler": {"steps": "horovod_volo.profiler.step_profiler"},
     "address": dict.fromkeys(("http", "https", "s3", "gs", "az"), "horovod_volo.remote.remote_catalog"),

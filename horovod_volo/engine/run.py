@@ -23,7 +23,7 @@ from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import ON_CPU, ONE_RANK, RESUMED, Config
-from horovod_volo.config.validation import config_warnings, loggers
+from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
@@ -44,7 +44,7 @@ from horovod_volo.engine.state import TrainState, build_state
 from horovod_volo.engine.task import Task
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.models.registry import COMPILERS
-from horovod_volo.monitor.logger import METRICS, Logger, check_packages, last_values
+from horovod_volo.monitor.logger import METRICS, Logger, last_values
 from horovod_volo.monitor.meters import StragglerFinder, TrainingClock, peak_flops
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
@@ -145,8 +145,7 @@ def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[L
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
         # Launchers prefix lines with the rank, which would break a progress line rewritten in place.
         live = world.launcher == "none"
-        logger = RunLogger(folder, length, live=live, settings=config.logging, may_write=lock.check)
-        return logger, lock
+        return RunLogger(folder, length, live=live, may_write=lock.check), lock
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
@@ -169,7 +168,6 @@ def _check(config: Config) -> None:
     if config.run.profile:
         parse_steps(config.run.profile)
         PROFILERS.find("steps")
-    check_packages(loggers(config.logging))
     if config.model.compile:
         COMPILERS.find("inductor").check()
 

@@ -95,7 +95,7 @@ def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -
 def _masked_below(device: torch.device) -> float:
     """Return the rate below which branches are computed for all images.
 
-    On a GPU, gathering the images that keep them would cost more (`bench roofline`), and shapes stay the same
+    On a GPU, gathering the images that keep them would cost more, and shapes stay the same
     from step to step.
     """
     return 0.0 if device.type == "cpu" else 0.25

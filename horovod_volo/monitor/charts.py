@@ -9,110 +9,72 @@ all that is to be shown is written again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from horovod_volo.monitor import event_records
-from horovod_volo.monitor.event_records import band, curves
+from horovod_volo.monitor.event_records import Layout
 from horovod_volo.monitor.logger import EVALUATION, TRAIN, MetricsRecord, RunDescription, Values, kind_of
 
 OTHER_AXES = "by_epoch_and_hour"  # the folder of charts whose horizontal axis is not the step
 _BY_EPOCH, _BY_HOUR = "evaluation by epoch", "evaluation by hour"  # their groups
-_EPOCH_AXIS = f"Horizontal axis: epochs. The run's own charts under {EVALUATION} have steps."
 _PARTS_PER_HOUR = 1000  # TensorBoard shows 12,000 as 12k, which are 12 hours
-_HOUR_AXIS = (
-    f"Horizontal axis: hours of training times {_PARTS_PER_HOUR:,}, so that 12k are twelve hours; with "
-    "evaluations and checkpoints, without the time between a stop and a resume."
-)
-_SMOOTHED = "_smoothed"
-_SMOOTHING = 0.9  # weight of the earlier mean
 
-# metric of training -> tag, description
-_CHARTS = {
-    "loss": ("train/loss", "Mean loss since the last log point, over all ranks."),
-    "class_loss": ("train/class_loss", "Cross-entropy of the class, before weighting."),
-    "token_loss": ("train/token_loss", "Cross-entropy of the token labels, before weighting."),
-    "lr": ("train/lr", "Learning rate of the last step."),
-    "gradient_norm": ("train/gradient_norm", "Norm of all gradients at a log point, before clipping."),
-    "loss_scale": ("train/loss_scale", "Factor of the loss that keeps gradients within fp16."),
-    "skipped_steps": ("train/skipped_steps", "Steps without an update since the start of the run."),
-    "bad_samples": ("train/bad_samples", "Damaged images left out since the trainer was started."),
-    "images_per_second": ("speed/images_per_second", "Training images per second of all ranks."),
-    "model_tflops": (
-        "speed/model_tflops",
-        "10^12 floating-point operations per second and rank that the model needs: three forwards.",
-    ),
-    "mfu": ("speed/mfu", "Model FLOPs utilisation: model_tflops as a fraction of the GPU's peak."),
-    "time_data": ("time/data", "Fraction of wall time spent waiting for data."),
-    "time_compute": ("time/compute", "Fraction of wall time for all that the others do not contain."),
-    "time_exchange": ("time/exchange", "Fraction of wall time spent waiting for other ranks' gradients."),
-    "time_checkpoint": ("time/checkpoint", "Fraction of wall time in which a checkpoint held training up."),
-    "hours": ("time/hours", "Hours of training since the start of the run."),
-    "host_memory_gib": ("memory/host_gib", "Resident memory of the rank that has most, GiB."),
-    "device_memory_gib": ("memory/device_peak_gib", "Peak of tensors on a GPU, of the rank with most, GiB."),
-    "device_allocated_gib": ("memory/device_gib", "Tensors on a GPU now, of the rank with most, GiB."),
-    "step_seconds_min": ("ranks/step_seconds_min", "Time of the fastest rank for its part of a step."),
-    "step_seconds_median": ("ranks/step_seconds_median", "Time of the median rank for its part of a step."),
-    "step_seconds_max": ("ranks/step_seconds_max", "Time of the slowest rank for its part of a step."),
-    "slowest_rank": ("ranks/slowest_rank", "The rank that the others wait for."),
+# Tags of metrics of training outside of the group `train`.
+_TAGS = {
+    **{name: f"speed/{name}" for name in ("images_per_second", "model_tflops", "mfu")},
+    **{f"time_{name}": f"time/{name}" for name in ("data", "compute", "exchange", "checkpoint")},
+    **{f"step_seconds_{which}": f"ranks/step_seconds_{which}" for which in ("min", "median", "max")},
+    "slowest_rank": "ranks/slowest_rank",
+    "hours": "time/hours",
+    "host_memory_gib": "memory/host_gib",
+    "device_memory_gib": "memory/device_peak_gib",
+    "device_allocated_gib": "memory/device_gib",
 }
 # Metrics that only restate the step, or another metric.
 _RESTATED = {"step", "epoch", "images_seen"}
 _UNCHARTED = {TRAIN: {*_RESTATED, "data_wait"}, EVALUATION: {*_RESTATED, "hours"}}
 # What a metric is while it says nothing; None: what it was first.
 _AT_REST: Mapping[str, float | None] = {
-    "token_loss": 0.0,
-    "bad_samples": 0,
-    "skipped_steps": 0,
-    "time_exchange": 0.0,
-    "time_checkpoint": 0.0,
     "slowest_rank": None,
     "images": None,
+    **dict.fromkeys(("token_loss", "bad_samples", "skipped_steps", "time_exchange", "time_checkpoint"), 0.0),
 }
 
 
 class Board:
     """Makes events of metrics; `earlier` are the records of the run so far.
 
-    A metric that has said nothing so far is not charted. Losses are smoothed over log points too, as if their
-    mean had begun with the first.
+    A metric that has said nothing so far is not charted.
     """
 
     def __init__(self, earlier: Iterable[MetricsRecord] = ()) -> None:
         self._resting = {(kind, name): value for kind in _UNCHARTED for name, value in _AT_REST.items()}
-        self._means: dict[str, tuple[float, float]] = {}  # name -> weighted sum and sum of weights
-        self._described: set[str] = set()
         for record in earlier:
             self.select(kind_of(record), record)
 
     def select(self, kind: str, values: Values) -> Values:
         """Return what is charted of the metrics of training or of an evaluation."""
-        means = {}
-        if kind == TRAIN:
-            losses = (name for name in values if name == "loss" or name.endswith("_loss"))
-            means = {name: self._mean(name, values[name]) for name in losses}
-        shown = {
+        return {
             name: value
             for name, value in values.items()
             if name not in _UNCHARTED[kind] and self._tells((kind, name), value)
         }
-        return shown | {f"{name}{_SMOOTHED}": means[name] for name in shown if name in means}
 
     def scalars(self, kind: str, step: int, values: Values) -> bytes:
-        """Return points of curves."""
-        return b"".join(self._point(step, *_chart(kind, name), value) for name, value in values.items())
+        """Return points of curves of training or of an evaluation."""
+        tags, shown = _TAGS if kind == TRAIN else {}, self.select(kind, values)
+        points = {tags.get(name, f"{kind}/{name}"): value for name, value in shown.items()}
+        return event_records.scalars(step, points)
 
     def other_axes(self, values: Values) -> bytes:
         """Return an evaluation against epochs and hours."""
         shown = self.select(EVALUATION, values)
-        axes = (
-            (_BY_EPOCH, "epoch", 1, _EPOCH_AXIS),
-            (_BY_HOUR, "hours", _PARTS_PER_HOUR, _HOUR_AXIS),
-        )
+        axes = ((_BY_EPOCH, "epoch", 1), (_BY_HOUR, "hours", _PARTS_PER_HOUR))
         return b"".join(
-            self._point(round(factor * values[key]), f"{group}/{name}", description, value)
-            for group, key, factor, description in axes
+            event_records.scalars(
+                round(factor * values[key]), {f"{group}/{name}": value for name, value in shown.items()}
+            )
+            for group, key, factor in axes
             if key in values
-            for name, value in shown.items()
         )
 
     def _tells(self, key: tuple[str, str], value: float) -> bool:
@@ -126,28 +88,6 @@ class Board:
         del self._resting[key]
         return True
 
-    def _mean(self, name: str, value: float) -> float:
-        total, weight = self._means.get(name, (0.0, 0.0))
-        total = _SMOOTHING * total + (1 - _SMOOTHING) * value
-        weight = _SMOOTHING * weight + (1 - _SMOOTHING)
-        self._means[name] = total, weight
-        return total / weight
-
-    def _point(self, step: int, tag: str, description: str, value: float) -> bytes:
-        # TensorBoard keeps the first description of a tag.
-        first = tag not in self._described
-        self._described.add(tag)
-        return event_records.scalars(step, {tag: value}, description if first else "")
-
-
-def _chart(kind: str, name: str) -> tuple[str, str]:
-    """Return the tag and the description of a metric of training or of an evaluation."""
-    plain = name.removesuffix(_SMOOTHED)
-    if kind != TRAIN or plain not in _CHARTS:
-        return f"{kind}/{name}", ""
-    tag, description = _CHARTS[plain]
-    return (tag, description) if plain == name else (f"{tag}{_SMOOTHED}", f"Running mean. {description}")
-
 
 def all_other_axes(records: Iterable[MetricsRecord]) -> bytes:
     """Return all evaluations against epochs and hours, in the place of earlier events of their folder."""
@@ -156,47 +96,46 @@ def all_other_axes(records: Iterable[MetricsRecord]) -> bytes:
     return event_records.file_start(0) + b"".join(points)
 
 
-def description_events(step: int, name: str, description: RunDescription) -> bytes:
-    """Return texts, hyperparameters and the layout of charts of the run of this name."""
+def description_events(step: int, description: RunDescription) -> bytes:
+    """Return texts, hyperparameters and the layout of charts of a run."""
     texts = (event_records.text(step, f"run/{tag}", text) for tag, text in description.texts.items())
     scores = [f"{EVALUATION}/{score}" for score in description.scores]
-    return b"".join(
-        [
-            *texts,
-            event_records.hparams(step, name, description.hparams, scores),
-            event_records.layout(step, _layout(description.scores[0])),
-        ]
-    )
+    start = event_records.session_hparams(step, description.hparams, scores)
+    return b"".join([*texts, start, event_records.layout(step, _layout(description.scores[0]))])
 
 
-def _layout(score: str) -> dict[str, Sequence[Any]]:
+def _layout(score: str) -> Layout:
     """Return what the tab of custom scalars shows, by category; `score` is the most important one."""
+
+    def curves(*tags: str) -> tuple[str, Sequence[str]]:
+        return "Multiline", tags
+
     scores = f"(ema_)?{score}$"
     seconds = [f"ranks/step_seconds_{which}" for which in ("median", "min", "max")]
     return {
-        "accuracy": [
-            curves(f"{score} by epoch", f"{_BY_EPOCH}/{scores}"),
-            curves(f"{score} by hour, in thousandths", f"{_BY_HOUR}/{scores}"),
-            curves(f"{score} by step", f"^{EVALUATION}/{scores}"),
-        ],
-        "loss": [
-            curves("training, and its running mean", r"^train/loss(_smoothed)?$"),
-            curves("parts, running means", r"^train/\w+_loss_smoothed$"),
-            curves("training and evaluation", r"^train/loss_smoothed$", r"^evaluation/(ema_)?loss$"),
-        ],
-        "update": [
-            curves("learning rate", r"^train/lr$"),
-            curves("gradient norm", r"^train/gradient_norm$"),
-            curves("loss scale, skipped steps", r"^train/(loss_scale|skipped_steps)$"),
-        ],
-        "speed": [
-            curves("images per second", r"^speed/images_per_second$"),
-            curves("fractions of wall time", r"^time/(data|compute|exchange|checkpoint)$"),
-            curves("MFU", r"^speed/mfu$"),
-        ],
-        "ranks": [
-            band("seconds of a step: median, fastest and slowest rank", *seconds),
-            curves("each rank", r"^rank seconds/"),
-            curves("memory, GiB", r"^memory/"),
-        ],
+        "accuracy": {
+            f"{score} by epoch": curves(f"{_BY_EPOCH}/{scores}"),
+            f"{score} by hour, in thousandths": curves(f"{_BY_HOUR}/{scores}"),
+            f"{score} by step": curves(f"^{EVALUATION}/{scores}"),
+        },
+        "loss": {
+            "training": curves(r"^train/loss$"),
+            "parts": curves(r"^train/\w+_loss$"),
+            "training and evaluation": curves(r"^train/loss$", r"^evaluation/(ema_)?loss$"),
+        },
+        "update": {
+            "learning rate": curves(r"^train/lr$"),
+            "gradient norm": curves(r"^train/gradient_norm$"),
+            "loss scale, skipped steps": curves(r"^train/(loss_scale|skipped_steps)$"),
+        },
+        "speed": {
+            "images per second": curves(r"^speed/images_per_second$"),
+            "fractions of wall time": curves(r"^time/(data|compute|exchange|checkpoint)$"),
+            "MFU": curves(r"^speed/mfu$"),
+        },
+        "ranks": {
+            "seconds of a step: median, fastest and slowest rank": ("Margin", seconds),
+            "each rank": curves(r"^rank seconds/"),
+            "memory, GiB": curves(r"^memory/"),
+        },
     }

@@ -11,13 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.core.errors import UserError
-from horovod_volo.core.names import Registry
 
 METRICS = "metrics.jsonl"
 TRAIN, EVALUATION = "train", "evaluation"  # kinds of records
@@ -82,42 +79,6 @@ class Logger:
 
     def close(self) -> None:
         """Flush and close files."""
-
-
-class FurtherLogger:
-    """A logger of --log-to. It gets the same metrics as metrics.jsonl, which has them already."""
-
-    package = ""  # that it needs
-    problem = ""  # what prevents writing, to be logged once
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
-        """Begin the run of this name."""
-
-    def write(self, kind: str, step: int, values: Values) -> None:
-        """Write the metrics of training or of an evaluation."""
-
-    def go_back(self) -> None:
-        """Forget what metrics.jsonl has no longer."""
-
-    def close(self, *, finished: bool) -> None:
-        """Write what is left."""
-
-
-FURTHER_LOGGERS: Registry[type[FurtherLogger]] = Registry("logger", "--log-to")
-
-
-def check_packages(names: Sequence[str]) -> None:
-    """Raise UserError if the package of a further logger is missing."""
-    for name in names:
-        package = FURTHER_LOGGERS.find(name).package
-        if package and find_spec(package) is None:
-            raise UserError(
-                f"--log-to {name} needs the package {package}. Install it with "
-                f"pip install 'horovod_volo[{package}]', or drop --log-to {name}."
-            )
 
 
 class AppendedFile:

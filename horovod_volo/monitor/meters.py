@@ -143,7 +143,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self.on_phase: Callable[[str], None] = ignore
+        self.on_phase: Callable[[str], None] = lambda phase: None  # noqa: ARG005
         self.reset()
 
     def reset(self) -> None:
@@ -200,10 +200,6 @@ class StepTimer:
                 marks[first + 1].synchronize()
                 seconds += marks[first].elapsed_time(marks[first + 1]) / 1e3
         return seconds
-
-
-def ignore(phase: str) -> None:
-    """Do nothing when a phase begins."""
 
 
 @dataclass

@@ -36,10 +36,10 @@ BACKGROUND: Color = (255, 255, 255)
 _GOLDEN_RATIO = 0.618  # of the circle of hues, between neighbouring classes
 
 
-def encoded_picture(image: Image.Image) -> Picture:
+def encoded_picture(image: Image.Image, compress_level: int = 6) -> Picture:
     """Return an image as PNG."""
     file = io.BytesIO()
-    image.save(file, format="PNG")
+    image.save(file, format="PNG", compress_level=compress_level)
     return Picture(file.getvalue(), image.width, image.height)
 
 
@@ -49,9 +49,7 @@ def encoded_with_palette(image: Image.Image) -> Picture:
     A palette takes a third of the bytes, and TensorBoard's checksum of events is slow. More compression saves
     a tenth of them, and takes longer than their checksum.
     """
-    file = io.BytesIO()
-    image.quantize(256, Image.Quantize.FASTOCTREE).save(file, format="PNG", compress_level=2)
-    return Picture(file.getvalue(), image.width, image.height)
+    return encoded_picture(image.quantize(256, Image.Quantize.FASTOCTREE), compress_level=2)
 
 
 def inlined_jpeg(image: Image.Image) -> str:

@@ -1,7 +1,6 @@
-"""The logger of rank 0: log.txt, metrics.jsonl, TensorBoard, the terminal and the loggers of --log-to.
+"""The logger of rank 0: log.txt, metrics.jsonl, TensorBoard and the terminal.
 
-Invariants: after a resume, no record later than the resumed step remains. Nothing is lost because a disk was
-full for a time.
+Invariant: nothing is lost because a disk was full for a time.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from horovod_volo.config.schema import Logging
-from horovod_volo.config.validation import loggers
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.monitor import event_records
 from horovod_volo.monitor.charts import OTHER_AXES, Board, all_other_axes, description_events
 from horovod_volo.monitor.logger import (
     EVALUATION,
-    FURTHER_LOGGERS,
     METRICS,
     TRAIN,
     AppendedFile,
@@ -52,7 +48,6 @@ class RunLogger(Logger):
         length: RunLength,
         *,
         live: bool = True,
-        settings: Logging | None = None,
         may_write: Callable[[], object] = lambda: None,
     ) -> None:
         """Open the files; raise OSError if that is not possible."""
@@ -72,9 +67,6 @@ class RunLogger(Logger):
             if file is not self._other_axes or file.path.parent.exists():
                 file.append(b"")
         self._progress = TrainingProgress(length, live=live)
-        names = loggers(settings or Logging())
-        self._further = [FURTHER_LOGGERS.find(name)(folder) for name in names]
-        self._finished = False
 
     def log(self, *lines: str) -> None:
         for line in lines:
@@ -114,13 +106,9 @@ class RunLogger(Logger):
             self._append(self._events, event_records.picture(step, f"{group}/{name}", picture))
 
     def describe(self, step: int, describe: Callable[[], RunDescription]) -> None:
-        description, name = describe(), self._folder.name
-        self._append(self._events, description_events(step, name, description))
-        for logger in self._further:
-            logger.begin(name, description.hparams)
+        self._append(self._events, description_events(step, describe()))
 
     def finish(self, step: int) -> None:
-        self._finished = True
         self._append(self._events, event_records.session_end(step))
 
     def go_back(self, step: int) -> None:
@@ -131,15 +119,10 @@ class RunLogger(Logger):
         self._append(self._events, event_records.session_start(step + 1))
         if self._other_axes.path.exists():
             self._append(self._other_axes, all_other_axes(earlier))
-        for logger in self._further:
-            logger.go_back()
 
     def close(self) -> None:
         self._progress.end_line()
-        for logger in self._further:
-            logger.close(finished=self._finished)
         with suppress(UserError):  # another process has taken over the folder: the rest is not written
-            self._say_problems()
             for file in self._files:
                 if file is not self._other_axes or file.lacks:
                     self._append(file, b"")
@@ -148,17 +131,7 @@ class RunLogger(Logger):
 
     def _record(self, kind: str, step: int, values: Values) -> None:
         self._append(self._metrics, f"{json.dumps({'step': step, **values})}\n".encode())
-        shown = self._board.select(kind, values)
-        self._append(self._events, self._board.scalars(kind, step, shown))
-        for logger in self._further:
-            logger.write(kind, step, values)
-        self._say_problems()
-
-    def _say_problems(self) -> None:
-        for logger in self._further:
-            if problem := logger.problem:
-                logger.problem = ""
-                self.log(f"warning: {problem}. Training goes on.")
+        self._append(self._events, self._board.scalars(kind, step, values))
 
     def _append(self, file: AppendedFile, content: bytes) -> None:
         self._may_write()

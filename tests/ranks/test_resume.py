@@ -100,7 +100,7 @@ def check_shown(output: Path, stops: list[int]) -> None:
 
     points = steps(output)
     assert points == sorted(set(points))
-    more = {"train/token_loss", "train/token_loss_smoothed"}
+    more = {"train/token_loss"}
     board = check_board(output, points=points, evaluations=[5, 10], more=more, ranks=2)
     assert board.steps("run", "run/recipe") == [0, *stops]
     assert board.steps("run", "training/batch") == [0, 5]

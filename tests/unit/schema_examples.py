@@ -22,7 +22,6 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "reprob": (0.5, 0.75),
     "opt": ("sgd", "lars"),
     "layer_decay": (0.75, 0.5),
-    "log_to": ("csv", "wandb"),
     "map_geometry": ("whole", "centre-crop:576:576"),
 }
 MAPS = "--token-label --token-label-data maps"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import numpy as np
 import published_targets as published
 import pytest
 import torch
@@ -116,12 +115,3 @@ def test_loader_reports_both_rates() -> None:
     assert all(figure.value > 0 for figure in result.figures)
     with pytest.raises(UserError, match=r"9 images are no batch of 1000\. Use --batch-size 9"):
         loader.measure(images=9, batch_size=1000)
-
-
-def test_labels_reports_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {figure.label: figure.value for figure in loader.measure_labels(maps=20, pairs=2).figures}
-    assert list(figures) == ["packed store", "torch.load", "faster than torch.load"]
-    assert min(figures.values()) > 0
-    monkeypatch.setattr(loader, "_load_map", lambda path: np.zeros((2, 5, 18, 18), np.float16))
-    with pytest.raises(WrongResultError, match="is not that of the file"):
-        loader.measure_labels(maps=20, pairs=2)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from horovod_volo.bench import comparison as module
-from horovod_volo.bench.comparison import PairedTimes, WrongResultError, alternate, assert_agree, estimate
+from horovod_volo.bench.comparison import PairedTimes, WrongResultError, alternate, assert_agree
+from horovod_volo.bench.results import Figure
 
 CPU = torch.device("cpu")
 
@@ -30,7 +31,7 @@ def test_sides_take_turns_in_being_first() -> None:
 def test_the_ratio_is_the_median_of_pairs_not_of_sides() -> None:
     # A slow moment hits the second pair; the sides' medians would give 4 / 1.
     times = PairedTimes(ours=np.array([1.0, 10.0, 1.0]), peer=np.array([2.0, 20.0, 4.0]))
-    found = estimate(times.ratios)
+    found = Figure.of("", times.ratios, "x")
     assert found.value == 2.0
     assert (found.low, found.high) == (2.0, 4.0)
 
@@ -53,30 +54,16 @@ def exact_interval(samples: list[float]) -> tuple[float, float]:
 @pytest.mark.parametrize("size", [3, 7, 11, 13, 25])
 def test_the_interval_is_the_exact_one(size: int) -> None:
     samples = list(np.random.default_rng(size).permutation(np.arange(size) ** 1.5))
-    found = estimate(samples)
+    found = Figure.of("", samples, "x")
     assert found.value == sorted(samples)[size // 2]
     assert (found.low, found.high) == exact_interval(samples)
-    assert estimate(samples) == found
+    assert Figure.of("", samples, "x") == found
 
 
 def test_a_block_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_SECONDS", 0.1)
     assert 2 <= module.repeats_for(module.timed(lambda: sleep(0.02), 1, CPU)) <= 5
     assert module.repeats_for(module.timed(lambda: sleep(0.2), 1, CPU)) == 1
-
-
-def test_the_setup_of_a_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_SECONDS", 0.02)
-    prepared = iter(range(100))
-    given: list[int] = []
-
-    def action(value: int) -> None:
-        given.append(value)
-        sleep(0.01)
-
-    seconds = module.block_with_setup(lambda: sleep(0.05) or next(prepared), action, CPU)()
-    assert given == list(range(len(given)))  # every call has a new one
-    assert 0.01 <= seconds < 0.04
 
 
 def test_values_that_differ_are_refused() -> None:

@@ -61,7 +61,7 @@ MISTAKES = [
     ("--decay-milestones 30,300", "'30,300'"),
     ("--decay-milestones 30,,60", "'30,,60'"),
     ("--decay-milestones 0", "'0'"),
-    ("--log-to wandbb", "--log-to", "Did you mean wandb?"),
+    ("--log-to wandb", "--log-to", "callback"),
     ("--name ../other", "--name ../other leaves --output"),
     ("https://me:secret@host/x", "password", "~/.netrc"),
     # Contradictions
