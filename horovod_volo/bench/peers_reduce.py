@@ -108,7 +108,7 @@ def our_reducer(work: Work, compression: CompressionName, *, overlap: bool) -> M
     # All-reduces need names of their own, as Horovod caches responses by name.
     prefix, allreduce = f"{compression}.{overlap}", collectives.allreduce_async
 
-    def named(tensor: Tensor, name: str, scale: float) -> WaitForResult:
+    def named(tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:
         return allreduce(tensor, f"{prefix}.{name}", scale)
 
     collectives.allreduce_async = named  # type: ignore[method-assign]

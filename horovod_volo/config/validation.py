@@ -7,6 +7,7 @@ settings at once is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,10 +35,10 @@ def holds(condition: str, config: Config, facts: Collection[str] = ()) -> bool:
 
 
 def is_set(flag: str, config: Config) -> bool:
-    """Return whether a flag is neither off, 0 nor empty, or has the value that follows it: "--loss bce"."""
+    """Return whether a flag is neither off, 0 nor empty, or has the value that follows it: "--opt fused*"."""
     name, _, wanted = flag.partition(" ")
     value = by_flag(config)[name]
-    return shown(value) == wanted if wanted else bool(value)
+    return fnmatchcase(shown(value), wanted) if wanted else bool(value)
 
 
 def check(config: Config) -> None:

@@ -140,9 +140,3 @@ def test_a_recipe_without_the_batch_of_its_rates_means_what_it_meant(
     config = parse(["--recipe", recipe_of(tmp_path, f"[update]\n{text}\n"), "-b", "64"]).config
     derived = derive(config, ranks=8, images=10_000)
     assert (derived.peak_lr, (derived.min_lr, derived.warmup_lr)) == (peak, ends)
-
-
-def test_a_setting_that_is_gone_is_read_if_a_run_did_not_use_it(tmp_path: Path) -> None:
-    assert load_recipe(recipe_of(tmp_path, "[logging]\nhistograms_every = 0\n")) == {}
-    with pytest.raises(UserError, match="unknown key 'histograms_every'"):
-        load_recipe(recipe_of(tmp_path, "[logging]\nhistograms_every = 5\n"))

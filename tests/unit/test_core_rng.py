@@ -18,8 +18,13 @@ from horovod_volo.core.rng import Purpose, philox, random_bits, uniforms, unifor
 PACKAGE = Path(horovod_volo.__file__).parent
 # torch's generator draws initial weights, example inputs and drop path of timm's networks; the demo set and
 # modules that do not train have generators of their own. core/rng.py builds all generators of training.
-OTHER_SOURCES = {"core/rng.py", "engine/state.py", "models/precision.py", "kernels/choice.py"}
-OTHER_SOURCES |= {"models/build.py", "models/timm_export.py"}
+OTHER_SOURCES = {
+    "core/rng.py",
+    "engine/state.py",
+    "kernels/choice.py",
+    "models/build.py",
+    "models/timm_export.py",
+}
 FOLDERS_OF_OTHER_SOURCES = ("bench", "demo", "doctor")
 
 
