@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import runpy
 import sys
+from argparse import ArgumentParser
+from importlib import import_module
 from importlib.metadata import version
 
 from horovod_volo.core.errors import print_error
@@ -49,6 +51,18 @@ def main() -> int:
         print_error(f"error: there is no command {name!r}.{known}")
         return MISTAKE
     return DONE
+
+
+def build_parser() -> ArgumentParser:
+    """Build one parser of all commands, from which shtab writes completions for a shell."""
+    parser = ArgumentParser("horovod-volo")
+    commands = parser.add_subparsers()
+    homes = {"train": "config.command_line", "report": "report.__main__", "doctor": "doctor.__main__"}
+    for name, help in COMMANDS.items():
+        if name != "bench":  # its commands parse on their own
+            flags = import_module(f"horovod_volo.{homes.get(name, name)}").build_parser()
+            commands.add_parser(name, parents=[flags], add_help=False, help=help)
+    return parser
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import shtab
 
 import horovod_volo.__main__ as command
 from tests.documents import ROOT
@@ -40,6 +41,17 @@ def test_the_list_of_commands_and_the_versions(
     assert printed("--version") == f"horovod_volo {settings['metadata']['version']}\n"
     module, _, function = settings["options.entry_points"]["console_scripts"].partition("=")[2].partition(":")
     assert (module.strip(), function) == (command.__spec__.name, "main")
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"), [("ev", "evaluate"), ("train --ep", "--epochs"), ("labels gen", "generate")]
+)
+def test_bash_completes_commands_and_flags(line: str, offered: str) -> None:
+    ask = f'words=(horovod-volo {line}); COMP_WORDS=("${{words[@]}}"); COMP_CWORD=$((${{#words[@]}} - 1))'
+    completion = shtab.complete(command.build_parser(), "bash")
+    program = f"{completion}\n{ask}; _shtab_horovod_volo; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [offered]
 
 
 def test_timm_is_importable_in_the_environment_of_tools_setup() -> None:
