@@ -128,7 +128,7 @@ def test_a_resumed_run_of_muon_with_fp16_compression_is_bit_identical(images, tm
 
 UNCLIPPED = (*MORE, *AUTO, "--drop-path", "0.0", "--eval-every", "2", "--clip-grad", "0")
 SHARDED = (*UNCLIPPED, "--shard-optimizer")
-PARTS = "blocks:1,head"
+PARTS = "patch_embed,network.0,head"
 
 
 def test_a_sharded_run_with_frozen_parts_is_bit_identical_to_an_unsharded_one(images, tmp_path):
@@ -138,9 +138,9 @@ def test_a_sharded_run_with_frozen_parts_is_bit_identical_to_an_unsharded_one(im
     assert f"parameters; frozen: {PARTS}; each rank sends " in shown
     runs.start(images, sharded, *SHARDED, *frozen, stop_at=3)
     refused = runs.start(
-        images, sharded, *SHARDED, "--freeze", "stem", "--batch-size", "8", ranks=1, status=MISTAKE
+        images, sharded, *SHARDED, "--freeze", "patch_embed", "--batch-size", "8", ranks=1, status=MISTAKE
     )
-    assert f"has freeze {PARTS}, this run has stem" in refused
+    assert f"has freeze {PARTS}, this run has patch_embed" in refused
     assert f"Give --freeze {PARTS}, or start a new run with --finetune." in refused
     runs.start(images, sharded, *UNCLIPPED, *frozen, stop_at=7)
     runs.start(images, sharded, *SHARDED, *frozen)
@@ -212,7 +212,7 @@ def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
 
 def test_an_early_stop_ends_a_run_as_finished_where_it_would_have_without_a_stop(images, tmp_path):
     """So small a learning rate changes no prediction, nor does frozen batch norm: the first is best."""
-    still = ("--freeze", "stem", "--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0")
+    still = ("--freeze", "patch_embed", "--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0")
     length = ("--eval-every", "1", "--early-stop", "2", "--epochs", "5", "--cooldown-epochs", "2")
     flags = (*still, *length, *AUTO)
     runs.start(images, tmp_path, *flags, stop_at=12)
