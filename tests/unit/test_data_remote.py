@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_process import BLOCK, read_all, used_bytes
-from image_loaders import evaluated_images, train_loader
+from coded_images import train_loader
 from numpy.typing import NDArray
 from shard_writers import picture, write_tar
 
@@ -129,15 +129,6 @@ def test_each_announced_image_is_read_once_and_none_is_kept_for_ever(
         expected = catalog.read(7)
         catalog.read_ahead(np.array([7, 7, 8]))
         assert all((catalog.read(7) == expected).all() for _ in range(2))
-
-
-def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer) -> None:
-    with closing(remote(server, "val")) as catalog:
-        found, expected = (
-            evaluated_images(images, Data(batch_size=8))
-            for images in (catalog, build_catalog(str(packed), "val", None))
-        )
-        assert found.equal(expected)
 
 
 def test_blocks_are_kept_for_the_next_process_and_read_once(server: FolderServer, tmp_path: Path) -> None:

@@ -209,34 +209,6 @@ def test_what_is_missing_is_named(
     assert len(open_scenes(out, "val")) == 5
 
 
-@pytest.mark.parametrize("has_index", [False, True])
-@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", "ä\0out"])
-def test_names_that_lead_out_of_a_folder_are_refused(name: str, has_index: bool, tmp_path: Path) -> None:
-    """`evaluate --predictions FOLDER` writes a file of each name into its folder."""
-    data = tmp_path / "data"
-    for split in SPLITS:
-        save(data / "images" / split / "a.jpg")
-        save(data / "masks" / split / "a.png")
-    (data / "classes.txt").write_text("".join(f"{number}\n" for number in range(24)))
-    split = packed(data, tmp_path / "out") / "train"
-    path = split / "train-000000.tar"
-    names = (f"{name}.jpg", f"{name}.mask.png")
-    with path.open("wb") as file:
-        writer = TarWriter(file)
-        writer.add(*((each, b"x") for each in names))
-        writer.finish()
-    index = path.with_suffix(".idx")
-    index.write_bytes(writer.index() or b"") if has_index else index.unlink()
-    manifest = read_manifest(split)
-    scenes = replace(open_scenes(data, "train"), names=names[:1]).digest
-    shards = (replace(manifest.shards[0], bytes=path.stat().st_size),)
-    replace(manifest, shards=shards, asked=manifest.asked | {"scenes": scenes}).write(split)
-    with pytest.raises(
-        UserError, match=r"train-000000\.tar has '.*out.*jpg', which is no name inside a folder"
-    ):
-        open_scenes(tmp_path / "out", "train")
-
-
 def test_a_shard_that_is_cut_or_goes_during_a_run_is_bad_samples(drawn: Path, tmp_path: Path) -> None:
     out = packed(drawn, tmp_path / "out", "--shard-images", 5)
     scenes = open_scenes(out, "train")
