@@ -2,7 +2,7 @@
 
 Both resume to the bit, leave out what is damaged, count each pixel or box once on any number of ranks, and
 are evaluated with the figures of their training. That the order of images makes no difference is shown in
-tests/unit/test_tasks_average_precision.py; pixels are counted in whole numbers.
+tests/unit/test_tasks_metrics.py; pixels are counted in whole numbers.
 """
 
 from __future__ import annotations

@@ -81,17 +81,6 @@ def test_pixels_equal_timms(folder, image_size, crop_pct, interpolation, crop_mo
         assert np.abs(pixels[:, border]).max(initial=0) < 1e-3
 
 
-@pytest.mark.parametrize("size", [1, 3, 9])
-def test_all_ranks_together_read_each_image_once(folder, size):
-    indices = []
-    for rank in range(size):
-        _, batches = evaluated(folder, image_size=32, crop_pct=1.0, rank=rank, size=size)
-        assert all(len(batch.images) == len(batch.classes) == len(batch.indices) for batch in batches)
-        assert [len(batch.indices) for batch in batches[:-1]] == [3] * (len(batches) - 1)
-        indices += [index for batch in batches for index in batch.indices]
-    assert sorted(indices) == list(range(len(SIZES)))
-
-
 SIDE, CROP_PCT, CLASSES = 32, 0.6, 7
 CROPPED = ((90, 60), (60, 90), (64, 64), (120, 41), (53, 57))  # resized to a shorter side of 53
 CPU = torch.device("cpu")

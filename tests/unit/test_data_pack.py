@@ -21,12 +21,13 @@ from horovod_volo.pack import main
 
 
 def write_images(folder, count):
-    """Write a data folder; names contain dots, and numbers continue from class to class."""
+    """Write a data folder; names contain dots, one is not ASCII; numbers continue from class to class."""
     for split, images in (("train", count), ("val", 4)):
         for number in range(images):
             file = folder / split / ["ant", "bee", "cow"][number * 3 // images] / f"{number:03d}.x.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(picture(number))
+        (folder / split / "cow" / f"{'é' * 60}.jpg").write_bytes(picture(number))
     (folder / "val/bee/spaces in it.png").write_bytes(picture(0, "PNG"))
     return folder
 
@@ -210,7 +211,7 @@ def test_verify_finds_every_change(packed, tmp_path, capsys):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     assert pack(tmp_path, "--verify") == 0
-    assert f"{tmp_path}/train: 40 images in 3 shards" in capsys.readouterr().out
+    assert f"{tmp_path}/train: 41 images in 3 shards" in capsys.readouterr().out
     shard, index = tmp_path / "train/train-000001.tar", tmp_path / "train/train-000002.idx"
     data = bytearray(shard.read_bytes())
     data[5000] ^= 1
@@ -258,4 +259,4 @@ def test_damaged_images_are_reported_and_left_out(tmp_path, capsys):
     assert "2 images were left out" in stderr
     assert pack(*arguments, "--bad-samples", "skip") == 0  # reported again
     assert "2 images were left out" in capsys.readouterr().err
-    assert len(content(tmp_path / "out", "train")) == 10
+    assert len(content(tmp_path / "out", "train")) == 11
