@@ -251,7 +251,6 @@ def test_weights_for_other_classes_are_refused(changed, whole, task):
         (SEGMENTATION, "--num-classes 5", "has 7 classes. Drop --num-classes"),
         (SEGMENTATION, "--model resnet18", "Use a --model of VOLO or LV-ViT"),
         (DETECTION, "--img-size 72", "must be a multiple of 16"),
-        (DETECTION, "--num-classes 5", "has 6 classes. Drop --num-classes"),
         (DETECTION, "--model lvvit_s", "lvvit_s cannot be the trunk of SSD"),
         (DETECTION, "--model resnet18", "has no drop path and no --grad-checkpoint"),
     ],
@@ -265,8 +264,7 @@ def test_wrong_settings_are_refused(scenes, tmp_path, capfd, task, flags, messag
     ("task", "flags", "message"),
     [
         (SEGMENTATION, "--scales 0", "--scales takes factors above 0"),
-        (SEGMENTATION, "--predictions /proc/nowhere", "--predictions cannot write into /proc/nowhere"),
-        (SEGMENTATION, "--split test", "--split takes train or val"),
+        (DETECTION, "--predictions /proc/nowhere", "--predictions cannot write into /proc/nowhere"),
         (DETECTION, "--scales 0.5 1", "--scales is for segmentation, but"),
         (DETECTION, "--real real.json", "--real is for classification, but"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_image import CLASSES, GRID
-from horovod_volo.demo.demo_set import main, make_demo_set, token_label
+from horovod_volo.demo.demo_set import make_demo_set, token_label
 from horovod_volo.demo.scene_set import make_scene_set
 
 
@@ -76,18 +75,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="No space"):
         make_demo_set(tmp_path / "set", train=10, val=10)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_command_line_makes_the_set_and_reports_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "set"
-    main([str(folder), "--train", "10", "--val", "10"])
-    assert json.loads((folder / "demo_set.json").read_text())["train"] == 10
-    with pytest.raises(SystemExit) as stop:
-        main([str(folder), "--train", "9", "--val", "10"])
-    assert stop.value.code == 2
-    assert "at least 10 of each" in capsys.readouterr().err
 
 
 def test_label_maps_have_the_published_format(small_set: Path) -> None:

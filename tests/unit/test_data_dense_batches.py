@@ -233,17 +233,6 @@ def test_images_without_boxes_are_whole_and_their_rows_are_zero(tmp_path: Path) 
     assert plan.window == Window(0, 0, 40, 50)
 
 
-def test_damaged_images_are_replaced(tmp_path: Path) -> None:
-    images = painted(tmp_path, 8)
-    Path(images.location(3)).write_bytes(b"no image")
-    found = batches(images, PLAIN)
-    drawn = [index for batch in found for index in batch.drawn.tolist()]
-    used = [index for batch in found for index in batch.indices.tolist()]
-    assert sorted(drawn) == list(range(8))
-    assert 3 not in used
-    assert sum(one != other for one, other in zip(drawn, used, strict=True)) == 1
-
-
 def reference_window(boxes: NDArray[np.float64], draws: random.Random) -> tuple[float, ...]:
     """Return SSD's window as in the reference: left, top, right, bottom as fractions, in a plain loop."""
     while True:

@@ -117,12 +117,7 @@ NAMES = tuple(f"{name}/{number}.x.jpg" for name in "abc" for number in range(4))
 def run_import(source: Path, store: Path, catalog: Catalog, **changed):
     """Import with four maps per shard; return the problems and the calls of `progress`."""
     calls = []
-    options = {
-        "workers": 1,
-        "fail_on_bad_samples": True,
-        "shard_rows": 4,
-        "warn": print,
-    } | changed
+    options = {"workers": 1, "fail_on_bad_samples": True, "shard_rows": 4, "warn": print} | changed
     maps, problems = import_labels(
         source, store, catalog, progress=lambda *done: calls.append(done), **options
     )

@@ -268,11 +268,6 @@ def pool():
         yield pool
 
 
-def test_the_caller_processes_quick_items_alone(pool) -> None:
-    done_by = pool.map(lambda _: threading.get_ident(), range(50), alone_seconds=10)
-    assert set(done_by) == {threading.get_ident()}
-
-
 def test_threads_take_over_from_a_slow_item(pool) -> None:
     def name(item: int) -> tuple[int, int]:
         time.sleep(0.01)

@@ -230,10 +230,7 @@ def test_mistakes_in_packing_are_explained(
         ([drawn, tmp_path / "new", "--resize", 32], "Drop --resize"),
         ([drawn, drawn], "Name another folder"),
         ([drawn, out, "--shard-images", 4], "was packed from other images or with other options"),
-        (
-            [data, tmp_path / "other", "--workers", 1],
-            "masks/val/b.png cannot be read: Is a directory",
-        ),
+        ([data, tmp_path / "other", "--workers", 1], "masks/val/b.png cannot be read: Is a directory"),
     ):
         assert main(list(map(str, argv))) == 2
         assert message in capsys.readouterr().err

@@ -126,10 +126,7 @@ def test_each_image_has_its_own_map_in_other_catalogs(folder: Path, tmp_path: Pa
     pack(folder / "images", tmp_path / "packed", PackOptions(), workers=1, progress=lambda _: lambda *_: None)
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "train").symlink_to(folder / "images" / "train")
-    for catalog in (
-        catalog_of(tmp_path / "packed"),
-        catalog_of(tmp_path / "shared", HeldOut("", 0.34, 0)),
-    ):
+    for catalog in (catalog_of(tmp_path / "packed"), catalog_of(tmp_path / "shared", HeldOut("", 0.34, 0))):
         labels, logits = LabelStore(store, catalog, None), logits_by_name(folder, "centred")
         for index in range(len(catalog)):
             assert distance(*labels.read(index), logits[catalog.name(index)]) < 0.004, catalog.name(index)

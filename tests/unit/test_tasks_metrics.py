@@ -14,11 +14,7 @@ from pycocotools import coco, cocoeval
 from torch import Tensor
 
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.dense.average_precision import (
-    BoxPredictions,
-    BoxTruths,
-    measure_boxes,
-)
+from horovod_volo.dense.average_precision import BoxPredictions, BoxTruths, measure_boxes
 from horovod_volo.dense.box_list import list_boxes
 from horovod_volo.dense.mean_iou import count_pixels, iou_metrics, slide
 from horovod_volo.dense.pictures import EvaluationPictures
