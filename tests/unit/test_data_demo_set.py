@@ -1,4 +1,4 @@
-"""The demo set is reproducible, created atomically and labelled correctly."""
+"""The demo set and the drawn scenes are reproducible, created atomically and labelled correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of a label store counts maps, finds damage, and compares maps with their images' classes."""
+"""The check of a label store: maps, damage, agreement with the images' classes; which image is shown."""
 
 from __future__ import annotations
 

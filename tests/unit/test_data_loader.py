@@ -1,4 +1,4 @@
-"""TrainLoader's batches are a function of epoch and step; close() ends all threads."""
+"""TrainLoader's batches are a function of epoch and step; which threads work, and that close() ends them."""
 
 import gc
 import os

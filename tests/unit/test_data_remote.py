@@ -275,6 +275,8 @@ def test_user_and_password_are_those_of_netrc(
         with pytest.raises(UserError, match=r"401 Unauthorized.*~/\.netrc.*chmod 600") as raised:
             remote(server)
         assert "s3cret" not in str(raised.value)
+    monkeypatch.setenv("NETRC", str(file.rename(tmp_path / "logins")))
+    remote(server).close()
 
 
 def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:

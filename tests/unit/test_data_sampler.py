@@ -1,4 +1,4 @@
-"""An epoch contains each image once, and a step's images do not depend on the number of ranks."""
+"""An epoch has each image once, or rare classes more often; ranks and restarts share its order."""
 
 from collections import Counter
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""ImageNet-ReaL, ImageNet-V2, accuracy per class, and the images that a run held out."""
+"""ImageNet-ReaL and -V2, accuracy per class, the worst classes, and the images that a run held out."""
 
 from __future__ import annotations
 

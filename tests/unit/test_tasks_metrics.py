@@ -1,4 +1,4 @@
-"""COCO's average precision against pycocotools."""
+"""COCO's average precision against pycocotools, mean IoU against loops over pixels; pictures stay small."""
 
 from __future__ import annotations
 
