@@ -26,8 +26,6 @@ class FolderServer(ThreadingHTTPServer):
         self.answers_ranges, self.version = True, "1"
         self.absent = 404  # the status for a file that is not there; stores that may not be listed: 403
         self.login = ("", "")  # the header with a password that requests must have, and its value
-        self.tunnels: list[tuple[str, str]] = []  # hosts that a proxy was asked for, and the header for it
-        self.tunnel_status = 502  # its answer
 
     @property
     def address(self) -> str:
@@ -47,10 +45,6 @@ class RangeRequest(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: FolderServer
-
-    def do_CONNECT(self) -> None:
-        self.server.tunnels.append((self.path, self.headers.get("Proxy-Authorization", "")))
-        self._answer(self.server.tunnel_status, b"", {})
 
     def do_GET(self) -> None:
         server = self.server

@@ -35,21 +35,20 @@ class BadSampleTracker:
         stride = _stride(images)
         for attempt in range(images):
             candidate = (index + attempt * stride) % images
-            try:
-                return candidate, self.read_or_raise(candidate, read)
-            except BadSampleError:
-                continue
+            found = self.read_or_skip(candidate, read)
+            if found is not None:
+                return candidate, found
         raise UserError("none of the images can be used. Look at the first ones named above.")
 
-    def read_or_raise(self, index: int, read: Callable[[int], T]) -> T:
-        """Return the result of `read` for one image; if it is damaged, count it and raise BadSampleError."""
+    def read_or_skip(self, index: int, read: Callable[[int], T]) -> T | None:
+        """Return the result of `read` for one image; if it is damaged, count it and return None."""
         try:
             if index in self._undecodable:
                 raise BadSampleError(self._undecodable[index])
             return read(index)
         except BadSampleError as error:
             self.add(index, error)
-            raise
+            return None
 
     def add(self, index: int, error: BadSampleError) -> None:
         """Count one skipped sample; raise UserError with policy "fail" or beyond the limit."""

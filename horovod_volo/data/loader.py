@@ -7,10 +7,10 @@ to save, so a resumed run sees the same pixels as the interrupted one would have
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, Labels, TrainBatch, copy_async
 from horovod_volo.core.center_crop import resized_shapes, view_corners
-from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.augmentation.apply_ops import parts_needed
 from horovod_volo.data.augmentation.crop_flip import LabelMap, augmented_maps, draw_crops
 from horovod_volo.data.augmentation.policy import draw_operations
@@ -42,14 +41,6 @@ from horovod_volo.data.train_transform import PendingTrainBatch, TrainTransform
 from horovod_volo.token_labels.source import LabelSource
 
 _BLACK_PIXEL: Encoded = np.frombuffer(b"P6\n1 1\n255\n\0\0\0", dtype=np.uint8)
-
-
-class Sample(NamedTuple):
-    """One training image and its label map, as read."""
-
-    encoded: NDArray[np.uint8]
-    size: tuple[int, int]  # height, width
-    label_map: LabelMap | None
 
 
 class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
@@ -103,10 +94,13 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         return balanced_order(self._seed, epoch, self._images.targets, balance)
 
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingTrainBatch:
-        read = self._readers.map(self._read_usable, self._positions(drawn).tolist(), READING_ALONE_SECONDS)
+        usable = partial(self.bad_samples.read_or_replace, images=self._samples, read=self._read)
+        read = self._readers.map(usable, self._positions(drawn).tolist(), READING_ALONE_SECONDS)
         indices = np.array([index for index, _ in read], dtype=np.int64)
-        samples = [sample for _, sample in read]
-        sizes = np.array([sample.size for sample in samples], dtype=np.int64)
+        encoded, shapes, label_maps = (
+            list(column) for column in zip(*(each for _, each in read), strict=True)
+        )
+        sizes = np.array(shapes, dtype=np.int64)
         # A replacement is augmented as the damaged image would have been, so that it differs from its own
         # appearance in this epoch.
         crop_flip = draw_crops(self._seed, epoch, drawn, sizes, self._settings)
@@ -114,21 +108,16 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         on_whole_images = self._settings.randaugment_on == "image"
         parts = parts_needed(crop_flip.boxes, sizes, operations) if on_whole_images else None
         boxes = crop_flip.stored(crop_flip.boxes if parts is None else parts.decoded, sizes)
-        inputs = (
-            [sample.encoded for sample in samples],
-            np.ascontiguousarray(boxes[:, :2]),
-            np.ascontiguousarray(boxes[:, 2:]),
-        )
+        inputs = (encoded, np.ascontiguousarray(boxes[:, :2]), np.ascontiguousarray(boxes[:, 2:]))
         if self._resized_by_dali:
             inputs += resizing_inputs(crop_flip.flip_horizontal, crop_flip.flip_vertical, crop_flip.bicubic)
         erasures = draw_erasures(self._seed, epoch, drawn, self._settings, self._image_size)
         classes = torch.from_numpy(self._images.targets[indices].astype(np.int64))
         maps = None
         if self._label_maps is not None:
-            read_maps = [sample.label_map for sample in samples if sample.label_map is not None]
             covered = self._label_maps.geometry.covered(sizes)
             maps = augmented_maps(
-                read_maps, crop_flip, operations, sizes, covered, on_whole_images=on_whole_images
+                label_maps, crop_flip, operations, sizes, covered, on_whole_images=on_whole_images
             )
         labels = Labels(classes, maps)
         return PendingTrainBatch(indices, inputs, labels, drawn, crop_flip, operations, erasures, parts)
@@ -140,13 +129,10 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         # With --balance the numbers of further draws of an image are larger by multiples of all images.
         return drawn % self._samples
 
-    def _read_usable(self, index: int) -> tuple[int, Sample]:
-        return self.bad_samples.read_or_replace(index, self._samples, self._read)
-
-    def _read(self, index: int) -> Sample:
+    def _read(self, index: int) -> tuple[Encoded, tuple[int, int], LabelMap | None]:
+        """Return an encoded image, its height and width, and its label map."""
         encoded, size = read_image(self._images, index)
-        label_map = None if self._label_maps is None else self._label_maps.read(index)
-        return Sample(encoded, size, label_map)
+        return encoded, size, None if self._label_maps is None else self._label_maps.read(index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,18 +206,14 @@ class EvalBatches:
         """Begin to read the images of a batch, where that saves time."""
 
     def _read_batch(self, indices: NDArray[np.int64]) -> PendingEvalBatch:
-        samples = self._readers.map(self._read_usable, indices.tolist(), READING_ALONE_SECONDS)
+        read = partial(self.bad_samples.read_or_skip, read=self._read)
+        samples = self._readers.map(read, indices.tolist(), READING_ALONE_SECONDS)
         black = _BLACK_PIXEL, np.array([self._image_size, self._image_size])
         encoded, shapes = zip(*(sample or black for sample in samples), strict=True)
         resized = np.stack(shapes)
         corners = view_corners(resized, self._image_size, self._crops).reshape(len(resized), -1)
         inputs = (list(encoded), list(resized.astype(np.float32)), list(corners.astype(np.int32)))
         return PendingEvalBatch(indices, inputs, np.array([sample is None for sample in samples]))
-
-    def _read_usable(self, index: int) -> tuple[Encoded, NDArray[np.int64]] | None:
-        with suppress(BadSampleError):
-            return self.bad_samples.read_or_raise(index, self._read)
-        return None
 
     def _read(self, index: int) -> tuple[Encoded, NDArray[np.int64]]:
         encoded, size = read_image(self._files, index)

@@ -35,16 +35,14 @@ class RankContext:
     autocast: torch.autocast
 
 
-def rank_context(
-    config: Config, world: World, resources: RankResources, *, precision: str, workers: int
-) -> RankContext:
-    """Return this rank's part; `workers` 0: a thread per core."""
+def rank_context(config: Config, world: World, resources: RankResources) -> RankContext:
+    """Return this rank's part of a run or of an evaluation with these settings."""
     return RankContext(
         world,
         resources.device,
-        workers or resources.threads,
+        config.data.workers or resources.threads,
         Normalization(*statistics_of_run(config.data, config.model.model)),
-        autocast(precision, resources.device),
+        autocast(config.model.precision, resources.device),
     )
 
 

@@ -13,7 +13,6 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import decoder_messages
-from horovod_volo.data.images.split_folder import Split
 from horovod_volo.dense.anchors import DetectionLoss, anchor_rule, build_anchors, detection_loss, encode
 from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import BoxList, list_boxes
@@ -53,12 +52,10 @@ class DetectionTask(DenseTask):
     scores = ("ap", "ap50")
     score_names = ("AP", "AP at IoU 0.5")
     train_batches, learner = BoxTrainLoader, DetectionLearner
+    list_split = staticmethod(list_boxes)
 
     def settings(self, config: Config) -> Detection:
         return config.detection
-
-    def list_split(self, root: Path, split: Split) -> BoxList:
-        return list_boxes(root, split)
 
     def decoder_messages(self, config: Config) -> list[str]:
         return decoder_messages(config.data.image_decoder)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import isnan
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.dense.dense_batches import RankContext, levels
@@ -57,7 +56,8 @@ class SceneEvalLoader:
     def __iter__(self) -> Iterator[Scene]:
         """Yield the images that can be used, in the list's order, and count the others."""
         self.damaged = 0
-        reads = (self._threads.submit(self._read_usable, index) for index in self._indices)
+        read = partial(self.bad_samples.read_or_skip, read=self._read)
+        reads = (self._threads.submit(read, index) for index in self._indices)
         waiting = deque(islice(reads, self._ahead + 1))
         while waiting:
             scene = waiting.popleft().result()
@@ -70,11 +70,6 @@ class SceneEvalLoader:
     def close(self) -> None:
         """End all threads."""
         self._threads.shutdown(cancel_futures=True)
-
-    def _read_usable(self, index: int) -> Scene | None:
-        with suppress(BadSampleError):
-            return self.bad_samples.read_or_raise(index, self._read)
-        return None
 
     def _read(self, index: int) -> Scene:
         pixels = decode_rgb(self._scenes, index)

@@ -12,7 +12,6 @@ from torch import Tensor
 from horovod_volo.config.schema import Config
 from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.split_folder import Split
 from horovod_volo.dense.dense_batches import DenseBatch, RankContext
 from horovod_volo.dense.mean_iou import SceneEvaluation
 from horovod_volo.dense.scene_list import SceneList
@@ -49,6 +48,7 @@ class SegmentationTask(DenseTask):
     scores = ("miou", "pixel_accuracy")
     score_names = ("mean IoU", "pixel accuracy")
     train_batches, learner = SceneTrainLoader, SegmentationLearner
+    list_split = staticmethod(open_scenes)
 
     def settings(self, config: Config) -> Segmentation:
         return config.segmentation
@@ -61,9 +61,6 @@ class SegmentationTask(DenseTask):
         if not 0 < shorter <= longer:
             raise UserError(f"--scene-size takes the longer side first, not {longer:g} {shorter:g}.")
         return config
-
-    def list_split(self, root: Path, split: Split) -> SceneList:
-        return open_scenes(root, split)
 
     def list_data(self, config: Config) -> DenseData:
         root = Path(config.data.data_dir)

@@ -138,14 +138,11 @@ class DenseTask(Task, ABC):
     score_names: Sequence[str]  # of `scores`, for people
     train_batches: Callable[..., TrainBatches]
     learner: Callable[..., DenseLearner]
+    list_split: Callable[[Path, Split], Any]  # of a data folder; raises UserError if it has no images
 
     @abstractmethod
     def settings(self, config: Config) -> Any:
         """Return the settings of this task alone."""
-
-    @abstractmethod
-    def list_split(self, root: Path, split: Split) -> Any:
-        """List a split of a data folder for an evaluation; raise UserError if it has no images."""
 
     @abstractmethod
     def list_data(self, config: Config) -> DenseData:
@@ -183,8 +180,7 @@ class DenseTask(Task, ABC):
     ) -> DenseLearner:
         if config.model.sync_bn != "none":
             connect_norms(network, world)
-        precision, workers = config.model.precision, config.data.workers
-        context = rank_context(config, world, resources, precision=precision, workers=workers)
+        context = rank_context(config, world, resources)
         order = OrderOfRank(config.run.seed, world.rank, world.size, config.update.accumulation)
         train_loader = self.train_batches(
             data.train, config.data, self.settings(config), config.model.img_size, order, context

@@ -87,6 +87,7 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     world.assert_identical(network.parameters(), "The weights")
     data = Data(
         batch_size=request.batch_size,
+        workers=request.workers,
         image_decoder=request.image_decoder,
         # No number of damaged images ends the evaluation: the result names and counts them.
         bad_samples="skip",
@@ -94,13 +95,15 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
         mean=trained.mean,
         std=trained.std,
     )
-    config = replace(trained.config, data=data)
+    config = replace(
+        trained.config, data=data, model=replace(trained.config.model, precision=request.precision)
+    )
     decoder = world.run_on_all_ranks(partial(task.decoder_messages, config))
     resources = rank_resources(world)
     network.to(resources.device)
     set_tf32(request.precision)
     fix_convolutions(network, request.precision, resources.device)
-    context = rank_context(config, world, resources, precision=request.precision, workers=request.workers)
+    context = rank_context(config, world, resources)
     evaluation = task.build_evaluation(config, images, context)
     evaluation.views = Views(tuple(request.scales), request.flip)
     evaluation.predictions = Path(request.predictions) if request.predictions else None

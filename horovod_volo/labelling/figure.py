@@ -13,7 +13,7 @@ from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.monitor.pictures import BACKGROUND, TEXT, load_font, palette_colors
-from horovod_volo.token_labels.geometry import MapGeometry, describe_coverage
+from horovod_volo.token_labels.geometry import MapGeometry
 from horovod_volo.token_labels.keys import label_key, names_of
 from horovod_volo.token_labels.probability import probabilities
 from horovod_volo.token_labels.source import open_labels
@@ -40,7 +40,7 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
     header = (
         f"{catalog.name(index)}  (image {index}, class {catalog.targets[index]})",
         f"Teacher: {source.teacher}",
-        f"A map covers {describe_coverage(source.geometry, assumed=source.geometry_assumed)}",
+        f"A map covers {source.geometry.description}{' (assumed)' * source.geometry_assumed}",
         "Each cell: its most probable class, by a softmax in which logits that are not stored are 0.",
     )
     figure = draw_labels(pixels, maps, source.geometry, catalog.classes, header)

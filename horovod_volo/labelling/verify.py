@@ -13,7 +13,7 @@ from horovod_volo.core.atomic_file import file_sha256
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.token_labels.geometry import MapGeometry, describe_coverage
+from horovod_volo.token_labels.geometry import MapGeometry
 from horovod_volo.token_labels.keys import NO_ROW, find_rows, read_keys
 from horovod_volo.token_labels.probability import best_classes
 from horovod_volo.token_labels.store import KEYS_FILE, METADATA_FILE, StoreMetadata, read_metadata, read_shard
@@ -51,7 +51,7 @@ class StoreReport:
             ("classes", f"{metadata.classes}, stored as {metadata.ids}"),
             ("teacher", metadata.teacher),
             ("logits", centred if metadata.generated else "the teacher's"),
-            ("a map covers", describe_coverage(geometry, assumed=metadata.geometry_assumed)),
+            ("a map covers", geometry.description + " (assumed)" * metadata.geometry_assumed),
             ("shards", f"{len(metadata.shards)}"),
             *(of_images if compared else ()),
             ("damage", f"{len(self.damage)} problems" if self.damage else "none"),

@@ -71,11 +71,6 @@ def assumed_geometry(height: int, width: int) -> MapGeometry:
     return PUBLISHED if height == width else WHOLE
 
 
-def describe_coverage(geometry: MapGeometry, *, assumed: bool) -> str:
-    """Describe what a map covers, and whether that is assumed."""
-    return f"{geometry.description}{' (assumed)' if assumed else ''}"
-
-
 def assumption_warning(folder: object, geometry: MapGeometry) -> str:
     """Return a warning that the geometry of the maps in `folder` is assumed, why, and how to state it."""
     reason = (

@@ -37,7 +37,6 @@ VERSION = 1
 UNKNOWN_GEOMETRY = "unknown"  # in stores that were imported before the geometry was recorded
 _CHECKSUM = "checksum"  # the last entry of store.json; earlier versions wrote none
 _EXPONENT = np.uint16(0x7C00)  # of fp16; all its bits are set in an infinity and in a NaN
-MOST_INT16_CLASSES = np.iinfo(np.int16).max
 
 Maps = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # logits and class numbers, of equal shapes
 
@@ -88,7 +87,7 @@ class StoreMetadata:
 
 def ids_type(classes: int) -> str:
     """Return the name of the smallest integer type that holds every class number and NO_CLASS."""
-    return "int16" if classes <= MOST_INT16_CLASSES else "int32"
+    return "int16" if classes <= np.iinfo(np.int16).max else "int32"
 
 
 def is_store(folder: Path) -> bool:

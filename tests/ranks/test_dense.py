@@ -2,7 +2,7 @@
 
 Both resume to the bit, leave out what is damaged, count each pixel or box once on any number of ranks, and
 are evaluated with the figures of their training. That the order of images makes no difference is shown in
-tests/unit/test_tasks_average_precision.py; pixels are counted in whole numbers.
+tests/unit/test_tasks_metrics.py; pixels are counted in whole numbers.
 """
 
 from __future__ import annotations
@@ -251,7 +251,6 @@ def test_weights_for_other_classes_are_refused(changed, whole, task):
         (SEGMENTATION, "--num-classes 5", "has 7 classes. Drop --num-classes"),
         (SEGMENTATION, "--model resnet18", "Use a --model of VOLO or LV-ViT"),
         (DETECTION, "--img-size 72", "must be a multiple of 16"),
-        (DETECTION, "--num-classes 5", "has 6 classes. Drop --num-classes"),
         (DETECTION, "--model lvvit_s", "lvvit_s cannot be the trunk of SSD"),
         (DETECTION, "--model resnet18", "has no drop path and no --grad-checkpoint"),
     ],
@@ -265,8 +264,7 @@ def test_wrong_settings_are_refused(scenes, tmp_path, capfd, task, flags, messag
     ("task", "flags", "message"),
     [
         (SEGMENTATION, "--scales 0", "--scales takes factors above 0"),
-        (SEGMENTATION, "--predictions /proc/nowhere", "--predictions cannot write into /proc/nowhere"),
-        (SEGMENTATION, "--split test", "--split takes train or val"),
+        (DETECTION, "--predictions /proc/nowhere", "--predictions cannot write into /proc/nowhere"),
         (DETECTION, "--scales 0.5 1", "--scales is for segmentation, but"),
         (DETECTION, "--real real.json", "--real is for classification, but"),
     ],

@@ -1,7 +1,7 @@
 """A killed and resumed epoch has each sample once, also on another number of ranks.
 
 That a step has the same samples on any number of ranks is shown in tests/unit/test_data_loader.py,
-test_data_sampler.py and test_data_crop_flip.py.
+test_data_sampler.py and test_data_augment.py.
 """
 
 from __future__ import annotations

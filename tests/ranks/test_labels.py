@@ -95,15 +95,8 @@ def test_a_killed_command_is_resumed(folder, by_one):
 
 
 def test_the_command_runs_on_two_ranks(folder, tmp_path, capfd):
-    command = [
-        "generate",
-        str(folder / "set"),
-        str(tmp_path / "s"),
-        "--teacher",
-        "volo_demo",
-        "--img-size",
-        "64",
-    ]
+    teacher = ["--teacher", "volo_demo", "--img-size", "64"]
+    command = ["generate", str(folder / "set"), str(tmp_path / "s"), *teacher]
     assert main(command) != 0
     assert "the teacher volo_demo has no weights yet" in capfd.readouterr().err
     program = [*launcher("gloo", 2), *python(), "-m", "horovod_volo.labels"]

@@ -1,4 +1,4 @@
-"""Image folders for tests: images whose colours encode the position of each pixel, and smooth random ones."""
+"""Folders of images whose colours encode the position of each pixel or are smooth, and loaders on a CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from image_loaders import train_loader
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.token_labels.source import LabelSource
 
 # Crop, resize and flip only: without color operations, geometric operations and random erasing.
@@ -60,3 +61,30 @@ def unnormalised(images: torch.Tensor) -> NDArray[np.float64]:
     std = np.array(IMAGENET_STD)[:, None, None]
     colours: NDArray[np.float64] = 255 * (images.numpy().astype(np.float64) * std + mean)
     return colours
+
+
+_COMMON: dict[str, Any] = {
+    "image_size": 32,
+    "rank": 0,
+    "size": 1,
+    "device": torch.device("cpu"),
+    "threads": 2,
+}
+
+
+def train_loader(
+    images: Catalog, settings: Data, labels: LabelSource | None = None, **changes: Any
+) -> TrainLoader:
+    """Return a loader of training batches."""
+    return TrainLoader(images, labels, settings, **_COMMON | {"seed": 5, "accumulation": 1} | changes)
+
+
+def eval_loader(images: Catalog, settings: Data, **changes: Any) -> EvalLoader:
+    """Return a loader of evaluation batches."""
+    return EvalLoader(images, settings, **_COMMON | {"crop_pct": 1.0} | changes)
+
+
+def evaluated_images(images: Catalog, settings: Data, **changes: Any) -> Tensor:
+    """Return all images as an evaluation has them, (images, 3, image_size, image_size)."""
+    with closing(eval_loader(images, settings, **changes)) as loader:
+        return torch.cat([batch.images.clone() for batch in loader])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.data.augmentation import operations as ops
+from horovod_volo.data.augmentation.policy import Operations
 from horovod_volo.models import timm_api  # noqa: F401  # before timm, which imports torchvision
 
 SPELLING = "rand-m9-mstd0.5-inc1"
@@ -46,6 +48,15 @@ def timm_augment(
     filters = Image.Resampling.NEAREST if nearest else filters
     changed = NAME_TO_OP[NAMES[kind]](Image.fromarray(image), *arguments, fillcolor=FILL, resample=filters)
     return np.asarray(changed)
+
+
+def operations_of(
+    steps: Sequence[tuple[ops.Operation, float]], batch: int, *, bicubic: bool = False
+) -> Operations:
+    """Return the same operations, with these arguments, for each image of a batch."""
+    kinds = np.tile(np.array([kind for kind, _ in steps], dtype=np.int64), (batch, 1))
+    arguments = np.tile(np.array([amount for _, amount in steps], dtype=np.float32), (batch, 1))
+    return Operations(kinds, arguments, np.full(kinds.shape, bicubic))
 
 
 def record_draws(images: int) -> dict[str, list[float]]:

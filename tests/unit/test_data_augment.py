@@ -1,27 +1,27 @@
-"""RandAugment, colour jitter and random erasing: distributions equal timm's, and images equal Pillow's."""
+"""Crops, RandAugment, colour jitter and erasing: distributed as in timm and torchvision, equal to Pillow."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from published_augment import NAMES, SPELLING, record_draws, timm_augment, timm_erasing
+from published_augment import NAMES, SPELLING, operations_of, record_draws, timm_augment, timm_erasing
+from torchvision.transforms import RandomResizedCrop
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import color_ops
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
+from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL, rotate_by_torch
 from horovod_volo.data.augmentation.operations import source_matrices
 from horovod_volo.data.augmentation.policy import (
     POLICIES,
-    Operations,
     draw_operations,
     parse_policy,
     register_rand_augment,
@@ -68,12 +68,6 @@ def as_batch(images: list[NDArray[np.uint8]]) -> torch.Tensor:
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
 
-def sequence(*steps: tuple[ops.Operation, float], batch: int = 1, bicubic: bool = False) -> Operations:
-    kinds = np.tile(np.array([kind for kind, _ in steps], dtype=np.int64), (batch, 1))
-    arguments = np.tile(np.array([amount for _, amount in steps], dtype=np.float32), (batch, 1))
-    return Operations(kinds, arguments, np.full(kinds.shape, bicubic))
-
-
 @pytest.mark.parametrize("bicubic", [False, True])
 @pytest.mark.parametrize("kind", list(ARGUMENTS))
 def test_an_operation_equals_pillows(kind: ops.Operation, bicubic: bool) -> None:
@@ -83,7 +77,7 @@ def test_an_operation_equals_pillows(kind: ops.Operation, bicubic: bool) -> None
     photos = [photograph(seed) for seed in range(3)]
     for amount in amounts:
         ours = as_batch(photos)
-        augment_(ours, sequence((kind, amount), batch=len(photos), bicubic=bicubic))
+        augment_(ours, operations_of([(kind, amount)], len(photos), bicubic=bicubic))
         theirs = as_batch([timm_augment(kind, photo, amount, bicubic=bicubic) for photo in photos])
         difference = (ours.int() - theirs.int()).abs().float()
         assert difference.mean() <= 0.01
@@ -111,7 +105,7 @@ def test_posterizing_to_no_bits_is_black_and_one_colour_is_not_stretched() -> No
     flat = torch.full((1, 3, SIDE, SIDE), 77, dtype=torch.uint8)
     for kind, expected in ((ops.POSTERIZE, 0 * flat), (ops.AUTO_CONTRAST, flat), (ops.EQUALIZE, flat)):
         ours = flat.clone()
-        augment_(ours, sequence((kind, 0.0)))
+        augment_(ours, operations_of([(kind, 0.0)], 1))
         assert torch.equal(ours, expected)
 
 
@@ -130,6 +124,7 @@ def test_operations_have_the_frequencies_and_strengths_of_timms() -> None:
         assert distance(ours, theirs) < 1.95 * np.sqrt(1 / len(ours) + 1 / len(theirs)), name
     moved = np.isin(drawn.kinds, ops.GEOMETRIC)
     assert abs(drawn.bicubic[moved].mean() - 0.5) < 0.05
+    assert draw_operations(0, 0, np.arange(200), Data(train_interpolation="bicubic")).bicubic.all()
     together = (drawn.kinds[:, 0] > 0) & (drawn.kinds[:, 1] > 0)
     assert abs(together.mean() - 0.25) < 0.03  # each layer is applied independently
 
@@ -241,12 +236,6 @@ def test_wrong_spellings_say_what_is_known(policy: str, named: str) -> None:
         parse_policy(policy)
 
 
-def test_a_set_interpolation_is_used_for_all_images() -> None:
-    fixed = replace(Data(), train_interpolation="bicubic")
-    drawn = draw_operations(0, 0, np.arange(200), fixed)
-    assert drawn.bicubic.all()
-
-
 def test_the_published_list_is_fixed() -> None:
     names = "AutoContrast Equalize Invert Rotate Posterize Solarize SolarizeAdd Color Contrast Brightness"
     names += " Sharpness ShearX ShearY TranslateXRel TranslateYRel"
@@ -286,3 +275,96 @@ def test_operations_with_reserved_numbers_kinds_or_names_are_refused(
         register_rand_augment("rand", [ops.INVERT])
     assert number not in ops.OPERATIONS
     assert "mine" not in POLICIES
+
+
+SAMPLES = 4000
+
+
+def sizes_of(count, seed=0):
+    return np.random.default_rng(seed).integers(20, 500, size=(count, 2))
+
+
+def test_a_crop_does_not_depend_on_the_rest_of_its_batch():
+    settings = Data(hflip=0.5, vflip=0.3)
+    indices, sizes = np.arange(100, 164), sizes_of(64)
+    whole = draw_crops(3, 5, indices, sizes, settings)
+    for part in (slice(0, 1), slice(10, 17), slice(63, None, -1)):
+        alone = draw_crops(3, 5, indices[part], sizes[part], settings)
+        assert (alone.boxes == whole.boxes[part]).all()
+        assert (alone.flip_horizontal == whole.flip_horizontal[part]).all()
+        assert (alone.flip_vertical == whole.flip_vertical[part]).all()
+    for seed, epoch, first in ((3, 6, 100), (4, 5, 100), (3, 5, 164)):
+        other = draw_crops(seed, epoch, np.arange(first, first + 64), sizes, settings)
+        assert (whole.boxes == other.boxes).all(axis=1).mean() < 0.1
+
+
+def test_boxes_lie_inside_their_images():
+    sizes = np.concatenate([sizes_of(500), [[1, 1], [1, 300], [300, 1], [2, 3]]])
+    boxes = draw_crops(0, 0, np.arange(504), sizes, Data()).boxes
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, 2:] >= 1).all()
+    assert (boxes[:, :2] + boxes[:, 2:] <= sizes).all()
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+def test_flips_have_the_set_probability_and_are_independent(probability):
+    crop_flip = draw_crops(
+        0, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), 50), Data(hflip=probability, vflip=0.5)
+    )
+    deviation = np.sqrt(probability * (1 - probability) / SAMPLES)
+    assert abs(crop_flip.flip_horizontal.mean() - probability) <= 4 * deviation
+    both = (crop_flip.flip_horizontal & crop_flip.flip_vertical).mean()
+    assert abs(both - probability / 2) < 4 * 0.5 / np.sqrt(SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("size", "scale"),
+    [((375, 500), (0.08, 1.0)), ((64, 64), (0.08, 1.0)), ((333, 111), (0.3, 1.0)), ((40, 300), (0.08, 1.0))],
+)
+def test_boxes_are_distributed_as_torchvisions(size, scale):
+    crop_flip = draw_crops(9, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), size), Data(scale=scale))
+    torch.manual_seed(0)
+    image = torch.empty(3, *size)
+    theirs = np.array(
+        [RandomResizedCrop.get_params(image, list(scale), [3 / 4, 4 / 3]) for _ in range(SAMPLES)]
+    )
+    measures = {
+        "top": lambda boxes: boxes[:, 0],
+        "left": lambda boxes: boxes[:, 1],
+        "height": lambda boxes: boxes[:, 2],
+        "width": lambda boxes: boxes[:, 3],
+        "area": lambda boxes: boxes[:, 2] * boxes[:, 3],
+        "aspect": lambda boxes: boxes[:, 3] / boxes[:, 2],
+        "centre row": lambda boxes: boxes[:, 0] + boxes[:, 2] / 2,
+    }
+    critical = 1.95 * np.sqrt(2 / SAMPLES)  # exceeded once in a thousand times by equal distributions
+    for name, measure in measures.items():
+        assert distance(measure(crop_flip.boxes), measure(theirs)) < critical, name
+
+
+@pytest.mark.parametrize(
+    ("size", "box"),
+    [((10, 400), (0, 193, 10, 13)), ((400, 10), (193, 0, 13, 10)), ((30, 30), (0, 0, 30, 30))],
+)
+def test_the_fallback_is_torchvisions_central_crop(size, box):
+    settings = Data(scale=(4.0, 4.0))  # four times the image never fits
+    crop_flip = draw_crops(0, 0, np.arange(3), np.full((3, 2), size), settings)
+    theirs = RandomResizedCrop.get_params(torch.empty(3, *size), [4.0, 4.0], [3 / 4, 4 / 3])
+    assert theirs == box
+    assert (crop_flip.boxes == box).all()
+
+
+def test_stored_boxes_are_the_crops_of_the_unflipped_image():
+    sizes = sizes_of(200, seed=4)
+    crop_flip = draw_crops(1, 1, np.arange(200), sizes, Data(hflip=0.5, vflip=0.5))
+    for number, (size, stored) in enumerate(
+        zip(sizes, crop_flip.stored(crop_flip.boxes, sizes), strict=True)
+    ):
+        pixels = np.arange(size[0] * size[1]).reshape(size)
+        vertical = -1 if crop_flip.flip_vertical[number] else 1
+        horizontal = -1 if crop_flip.flip_horizontal[number] else 1
+        top, left, height, width = crop_flip.boxes[number]
+        expected = pixels[::vertical, ::horizontal][top : top + height, left : left + width]
+        top, left, height, width = stored
+        cut = pixels[top : top + height, left : left + width][::vertical, ::horizontal]
+        assert (cut == expected).all()

@@ -1,19 +1,18 @@
-"""The demo set is reproducible, created atomically and labelled correctly."""
+"""The demo set and the drawn scenes are reproducible, created atomically and labelled correctly."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.demo.demo_image import CLASSES, GRID, SHAPES, draw_demo_image
-from horovod_volo.demo.demo_set import main, make_demo_set, token_label
+from horovod_volo.demo.demo_image import CLASSES, GRID
+from horovod_volo.demo.demo_set import make_demo_set, token_label
+from horovod_volo.demo.scene_set import make_scene_set
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -78,18 +77,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_command_line_makes_the_set_and_reports_mistakes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "set"
-    main([str(folder), "--train", "10", "--val", "10"])
-    assert json.loads((folder / "demo_set.json").read_text())["train"] == 10
-    with pytest.raises(SystemExit) as stop:
-        main([str(folder), "--train", "9", "--val", "10"])
-    assert stop.value.code == 2
-    assert "at least 10 of each" in capsys.readouterr().err
-
-
 def test_label_maps_have_the_published_format(small_set: Path) -> None:
     for path in small_set.rglob("*.pt"):
         label = torch.load(path, weights_only=True)  # (2, top, rows, columns)
@@ -117,40 +104,10 @@ def test_label_follows_coverage() -> None:
     assert len(guesses) > 5, "background cells must not reveal the class"
 
 
-@pytest.mark.parametrize("number", range(12))
-def test_images_of_two_classes_differ_only_at_the_covered_cells(number: int) -> None:
-    """Only the shape depends on the class, so two classes drawn with one seed differ only at the objects."""
-    drawn = [
-        draw_demo_image(name, np.random.default_rng((3, number)), image_side=80)
-        for name in ("triangle", "ring")
-    ]
-    first, second = (np.asarray(each.image, int) for each in drawn)
-    changed = Image.fromarray((np.abs(first - second).max(axis=2) > 40).astype(np.float32))
-    share = np.asarray(changed.resize((GRID, GRID), Image.Resampling.BOX))  # of the pixels of each cell
-    first, second = (each.coverage for each in drawn)
-    padded = np.pad(np.maximum(first, second), 1)  # shadows extend beyond objects, into neighbouring cells
-    near = [padded[row : row + GRID, column : column + GRID] for row in range(3) for column in range(3)]
-    assert not share[np.stack(near).max(axis=0) == 0].any(), "something is drawn where nothing is covered"
-    only_one = np.abs(first - second) > 0.5
-    assert only_one.any()
-    assert share[only_one].min() > 0.3, "coverage claims an object where nothing is drawn"
-
-
-def test_all_classes_cover_similar_areas() -> None:
-    areas = {}
-    for name in CLASSES:
-        images = [draw_demo_image(name, np.random.default_rng((5, k)), image_side=80) for k in range(40)]
-        areas[name] = np.mean([image.coverage.mean() for image in images])
-    assert max(areas.values()) < 1.1 * min(areas.values()), areas
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_mirrored_object_is_still_one_of_its_class(name: str) -> None:
-    # Each shape is its own mirror image, except the spiral, which is drawn in both orientations.
-    steps = np.linspace(-1.2, 1.2, 240, dtype=np.float32)
-    x, y = np.meshgrid(steps, steps)
-    inside = SHAPES[name](x, y)
-    assert not inside[x * x + y * y > 1.01].any()
-    if name != "spiral":
-        own_mirrors = [inside[:, ::-1], inside[::-1]]
-        assert min(np.mean(inside != mirrored) for mirrored in own_mirrors) < 0.005
+def test_a_smaller_set_is_part_of_a_larger_one(tmp_path: Path) -> None:
+    make_scene_set(tmp_path / "small", train=4, val=2, side=48)
+    make_scene_set(tmp_path / "large", train=9, val=3, side=48)
+    files = [file.relative_to(tmp_path / "small") for file in (tmp_path / "small").rglob("*.[jp][pn]g")]
+    assert len(files) == 2 * (4 + 2)
+    for file in files:
+        assert (tmp_path / "small" / file).read_bytes() == (tmp_path / "large" / file).read_bytes()

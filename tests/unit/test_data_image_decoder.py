@@ -1,7 +1,8 @@
-"""Pillow's pipelines give DALI's pixels up to rounding, for every loader."""
+"""Pillow's pipelines give DALI's pixels up to rounding, in a network's colours and the sizes of the files."""
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 from contextlib import closing
@@ -12,28 +13,42 @@ import numpy as np
 import pytest
 import torch
 from box_samples import rank_alone
-from coded_images import PLAIN, smooth, write_images
-from image_loaders import eval_loader, evaluated_images, train_loader
+from coded_images import (
+    PLAIN,
+    eval_loader,
+    evaluated_images,
+    smooth,
+    train_loader,
+    unnormalised,
+    write_images,
+)
 from PIL import Image, features
 from torch import Tensor
 
+from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.data_settings import Data
+from horovod_volo.config.schema import Config, Model, Run
 from horovod_volo.config.task_settings import Detection, Segmentation
 from horovod_volo.core.errors import UserError
 from horovod_volo.data import image_decoder as decoders
 from horovod_volo.data.image_decoder import (
     IMAGENET_NORMALIZATION,
     DecoderName,
+    Normalization,
     describe_decoder,
     image_decoder,
 )
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.ordered_batches import OrderOfRank
+from horovod_volo.data.reading import UNDECODABLE, jpeg_size, open_image
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.box_list import list_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader
 from horovod_volo.dense.scene_list import find_layout, list_scenes
 from horovod_volo.dense.scene_loader import SceneTrainLoader
+from horovod_volo.engine.classification import build_loaders
+from horovod_volo.engine.classification_data import Images
+from horovod_volo.models.weights_header import statistics_of_weights
 from horovod_volo.pack import main as pack
 
 CPU = torch.device("cpu")
@@ -163,3 +178,113 @@ def test_the_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert image_decoder().name == "pillow"
     with pytest.raises(UserError, match=r"pip install 'horovod_volo\[dali\]'"):
         image_decoder("dali")
+
+
+OWN = Normalization((0.5, 0.25, 0.0), (0.5, 0.125, 1.0))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    names = [f"{split}/a/{number}.png" for split in ("train", "val") for number in range(4)]
+    return write_images(tmp_path, {name: smooth(60, 50, seed=number) for number, name in enumerate(names)})
+
+
+def batch_of(small: Path, split: str, **colours: Any) -> torch.Tensor:
+    settings, catalog = Data(batch_size=4, **PLAIN), build_catalog(str(small), split, None)
+    if split == "val":
+        return evaluated_images(catalog, settings, crop_pct=0.9, **colours)
+    with closing(train_loader(catalog, settings, seed=Run().seed, **colours)) as loader:
+        (batch,) = loader.batches(0, 0)
+    return batch.images
+
+
+def normalised(images: torch.Tensor, colours: Normalization) -> torch.Tensor:
+    """Replace the normalisation with ImageNet's mean and std by another one."""
+    shown = torch.from_numpy(unnormalised(images)) / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in colours)
+    return (shown - mean) / std
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_loader_normalises_with_the_given_mean_and_std(small: Path, split: str) -> None:
+    usual, others = batch_of(small, split), batch_of(small, split, normalization=OWN)
+    assert torch.equal(usual, batch_of(small, split, normalization=IMAGENET_NORMALIZATION))
+    torch.testing.assert_close(others.double(), normalised(usual, OWN).double(), atol=1e-5, rtol=1e-5)
+    assert (others - usual).abs().mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "own", "colours"),
+    [
+        ("volo_demo", {}, IMAGENET_NORMALIZATION),
+        ("vit_tiny_patch16_224", {}, Normalization((0.5,) * 3, (0.5,) * 3)),
+        ("volo_demo", {"mean": OWN.mean, "std": OWN.std}, OWN),
+    ],
+)
+def test_a_run_shows_its_networks_colours_or_its_own(
+    small: Path, model: str, own: dict[str, Any], colours: Normalization
+) -> None:
+    images = Images(*(build_catalog(str(small), split, None) for split in ("train", "val")), None)
+    settings = Data(batch_size=4, crop_pct=0.9, **own, **PLAIN)
+    config = Config(model=Model(model=model, img_size=32), data=settings)
+    train, held_out = build_loaders(config, World.single(), images, RankResources(CPU, 1, 1))
+    (trained,), (evaluated,) = train.batches(0, 0), held_out
+    train.close()
+    held_out.close()
+    assert torch.equal(evaluated.images, batch_of(small, "val", normalization=colours))
+    assert torch.equal(trained.images, batch_of(small, "train", normalization=colours))
+
+
+def test_the_statistics_of_a_run_are_those_of_flags_that_repeat_them() -> None:
+    run = {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.3]}  # as resolved.toml gives them
+    mean, std = (0.5, 0.5, 0.5), (0.2, 0.2, 0.3)
+    assert statistics_of_weights("timm:volo_d1", "volo_d1", run, mean, std) == (mean, std)
+    with pytest.raises(UserError, match="was trained with --mean"):
+        statistics_of_weights("timm:volo_d1", "volo_d1", run, std, std)
+
+
+PICTURE = smooth(60, 40, seed=1)
+EXIF = Image.Exif()
+EXIF[0x0112] = 6  # turned; neither decoder obeys it
+ORDINARY: dict[str, tuple[Image.Image, dict[str, Any]]] = {
+    "baseline": (PICTURE, {}),
+    "progressive": (PICTURE, {"progressive": True}),
+    "gray": (PICTURE.convert("L"), {}),
+    "with metadata": (
+        PICTURE,
+        {"exif": EXIF, "icc_profile": b"profile", "comment": b"words", "dpi": (72, 72)},
+    ),
+    "with restarts": (PICTURE, {"restart_marker_rows": 1, "subsampling": 0}),
+}
+OTHERS = {"CMYK": (PICTURE.convert("CMYK"), {}), "several": (PICTURE, {"save_all": True, "format": "MPO"})}
+
+
+def encode(image: Image.Image, options: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    more = {"append_images": [image]} if "save_all" in options else {}
+    image.save(file, **{"format": "JPEG", **options, **more})
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", [*ORDINARY, *OTHERS])
+def test_the_size_in_a_jpegs_segments_is_that_which_pillow_reads(name: str) -> None:
+    """Also from damaged headers; only ordinary files need no Pillow."""
+    encoded, draws = encode(*{**ORDINARY, **OTHERS}[name]), np.random.default_rng(5)
+    assert open_image(encoded).size == (60, 40)
+    assert jpeg_size(memoryview(encoded)) == ((40, 60) if name in ORDINARY else None)
+    header = encoded.index(b"\xff\xda")  # where the pixels begin
+    both = 0
+    for _ in range(1500):
+        damaged = bytearray(encoded)
+        damaged[draws.integers(header)] = draws.integers(256)
+        size = jpeg_size(memoryview(damaged))
+        if size is None:
+            continue
+        try:
+            with open_image(bytes(damaged)) as image:
+                assert (size, image.format) == ((image.height, image.width), "JPEG")
+                assert image.mode in ("RGB", "L")
+        except UNDECODABLE:
+            continue
+        both += 1
+    assert both > 500 or name in OTHERS

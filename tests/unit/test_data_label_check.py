@@ -1,10 +1,12 @@
-"""The check of a label store counts maps, finds damage, and compares maps with their images' classes."""
+"""The check of a label store: maps, damage, agreement with the images' classes; which image is shown."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from coded_images import write_images
 from label_samples import catalog_of, make_store, random_store
+from PIL import Image
 
 from horovod_volo.labelling.verify import check_store
 from horovod_volo.labels import main
@@ -98,3 +100,19 @@ def test_the_command_prints_a_table(tmp_path, catalog, monkeypatch, capsys):
     (tmp_path / "s" / "maps-00001.safetensors").write_bytes(b"")
     assert main(["verify", "s"]) == 1
     assert "maps-00001.safetensors" in capsys.readouterr().err
+
+
+def test_the_command_finds_an_image_by_index_or_name(tmp_path, capsys):
+    names = ["a/one.1.png", "a/one.2.png", "b/two.png"]
+    write_images(tmp_path, {f"train/{name}": Image.new("L", (40, 30)) for name in names})
+    ids = np.array([0, 1, 0]).reshape(3, 1, 1, 1)
+    make_store(tmp_path / "s", names, np.ones(ids.shape, np.float16), ids, classes=2, generated=True)
+    pictures = {}
+    for image in ("0", "1", "b/two", *names):
+        assert main(["show", str(tmp_path / "s"), str(tmp_path), image, str(tmp_path / "out.png")]) == 0
+        pictures[image] = (tmp_path / "out.png").read_bytes()
+    assert pictures["a/one.2.png"] == pictures["1"] != pictures["a/one.1.png"] == pictures["0"]
+    assert pictures["b/two"] == pictures["b/two.png"]
+    assert pictures["0"].startswith(b"\x89PNG")
+    assert main(["show", str(tmp_path / "s"), str(tmp_path), "a/one", str(tmp_path / "out.png")]) == 2
+    assert "several images a/one. Give CLASS/IMAGE" in capsys.readouterr().err

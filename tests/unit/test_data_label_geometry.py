@@ -33,14 +33,7 @@ def catalog(tmp_path):
     return catalog_of(tmp_path, *NAMES)
 
 
-@pytest.mark.parametrize("text", ["whole", "centre-crop:576:576", "centre-crop:256:224"])
-def test_str_and_parse_are_inverse(text):
-    assert str(MapGeometry.parse(text)) == text
-
-
-@pytest.mark.parametrize(
-    "text", ["", "Whole", "centre-crop", "centre-crop:576", "centre-crop:0:576", "centre-crop:576:-1"]
-)
+@pytest.mark.parametrize("text", ["Whole", "centre-crop:576", "centre-crop:0:576", "centre-crop:576:-1"])
 def test_other_spellings_are_refused(text):
     with pytest.raises(UserError, match=r"Give --map-geometry whole, or centre-crop:RESIZE:SIZE"):
         MapGeometry.parse(text)

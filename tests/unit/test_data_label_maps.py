@@ -1,4 +1,4 @@
-"""Published label maps are read as saved, and refused with a reason if they are invalid."""
+"""Published label maps are read as saved, refused with a reason if invalid, and imported shard by shard."""
 
 from pathlib import Path
 
@@ -8,7 +8,12 @@ import torch
 from label_samples import catalog_of, publish, published_map, save
 
 from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.labelling.import_maps import import_labels
+from horovod_volo.labels import main
+from horovod_volo.token_labels.geometry import MapGeometry
 from horovod_volo.token_labels.published_maps import PublishedMaps, read_published_map
+from horovod_volo.token_labels.store import LabelStore
 
 
 def test_maps_are_read_by_key_as_saved(tmp_path):
@@ -38,13 +43,6 @@ def test_class_numbers_that_the_type_rounds_are_refused(tmp_path, dtype, largest
     assert read_published_map(tmp_path / f"{largest}.pt", 21841)[1].item() == largest
     with pytest.raises(BadSampleError, match=f"from {largest + 1} on in {dtype}, which rounds them"):
         read_published_map(tmp_path / f"{largest + 4}.pt", 21841)
-
-
-def test_images_that_share_a_map_are_refused(tmp_path):
-    folder = publish(tmp_path / "maps", catalog_of(tmp_path, "a/1.jpg", "a/2.jpg"))
-    catalog = catalog_of(tmp_path, "a/2.png")
-    with pytest.raises(UserError, match=r"a/2\.jpg and a/2\.png in .* have the same label map, because"):
-        PublishedMaps(folder, catalog)
 
 
 @pytest.mark.parametrize("length", [0, 10, 300])
@@ -111,3 +109,126 @@ def test_maps_for_other_classes_are_refused_when_opened(tmp_path):
         match=r"the first problem: .* but there are 1 classes: it was made for other classes\. Name",
     ):
         PublishedMaps(tmp_path / "maps", catalog)
+
+
+NAMES = tuple(f"{name}/{number}.x.jpg" for name in "abc" for number in range(4))
+
+
+def run_import(source: Path, store: Path, catalog: Catalog, **changed):
+    """Import with four maps per shard; return the problems and the calls of `progress`."""
+    calls = []
+    options = {"workers": 1, "fail_on_bad_samples": True, "shard_rows": 4, "warn": print} | changed
+    maps, problems = import_labels(
+        source, store, catalog, progress=lambda *done: calls.append(done), **options
+    )
+    assert calls[-1] == (maps, maps)
+    return problems, calls
+
+
+@pytest.fixture
+def catalog(tmp_path):
+    return catalog_of(tmp_path, *NAMES)
+
+
+@pytest.fixture
+def source(tmp_path, catalog):
+    return publish(tmp_path / "maps", catalog)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_store_contains_the_maps_of_the_images(tmp_path, catalog, source, workers):
+    save(published_map(classes=3), source / "a" / "no_image.pt")
+    assert run_import(source, tmp_path / "s", catalog, workers=workers)[0] == []
+    published, store = PublishedMaps(source, catalog), LabelStore(tmp_path / "s", catalog, None)
+    assert store.metadata.catalog == catalog.digest
+    assert store.map_shape == published.map_shape
+    for index in range(len(catalog)):
+        for ours, theirs in zip(store.read(index), published.read(index), strict=True):
+            assert np.array_equal(ours, theirs)
+    assert "no_image" not in (tmp_path / "s" / "keys.txt").read_text()
+    shards = [f"maps-0000{number}.safetensors" for number in range(3)]
+    left = sorted(path.name for path in (tmp_path / "s").iterdir())
+    assert left == ["keys.txt", *shards, "store.json"]
+
+
+def test_images_that_share_a_map_are_refused(tmp_path, catalog, source):
+    with_another = catalog_of(tmp_path, "b/1.y.jpg")
+    with pytest.raises(UserError, match=r"b/1\.x\.jpg and b/1\.y\.jpg in .* have the same label map"):
+        run_import(source, tmp_path / "s", with_another)
+    run_import(source, tmp_path / "s", catalog)
+    with pytest.raises(UserError, match=r"b/1\.x\.jpg and b/1\.y\.jpg in .* have the same label map"):
+        LabelStore(tmp_path / "s", with_another, None)
+
+
+def test_damage_is_reported_and_finished_shards_are_reused(tmp_path, catalog, source):
+    save(published_map(height=7, classes=3), source / "a" / "1.pt")
+    (source / "c" / "2.pt").unlink()
+    whole = (source / "c" / "3.pt").read_bytes()
+    (source / "c" / "3.pt").write_bytes(whole[:100])
+    problems, _ = run_import(source, tmp_path / "s", catalog)
+    assert [problem.split("label map ")[1].split(" ")[0] for problem in problems] == [
+        str(source / "a" / "1.pt"),
+        str(source / "c" / "2.pt"),
+        str(source / "c" / "3.pt"),
+    ]
+    with pytest.raises(UserError, match=r"store\.json is not the metadata of a label store"):
+        LabelStore(tmp_path / "s", catalog, None)
+    before = (tmp_path / "s" / "maps-00001.safetensors").stat().st_mtime_ns
+    publish(source, catalog)
+    problems, calls = run_import(source, tmp_path / "s", catalog)
+    assert problems == []
+    assert calls[0] == (4, 12)
+    assert (tmp_path / "s" / "maps-00001.safetensors").stat().st_mtime_ns == before
+    store = LabelStore(tmp_path / "s", catalog, None)
+    assert np.array_equal(store.read(11)[0], published_map(11)[0].numpy())
+
+
+def test_a_damaged_shard_is_written_again(tmp_path, catalog, source):
+    (source / "c" / "3.pt").write_bytes(b"")
+    run_import(source, tmp_path / "s", catalog)
+    shard = tmp_path / "s" / "maps-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    publish(source, catalog)
+    (tmp_path / "s" / ".maps-00000.safetensors.x.partial").touch()  # the temporary file of a killed attempt
+    assert run_import(source, tmp_path / "s", catalog)[1][0] == (4, 12)
+    assert not list((tmp_path / "s").glob(".*"))
+    assert np.array_equal(LabelStore(tmp_path / "s", catalog, None).read(3)[0], published_map(3)[0].numpy())
+
+
+def test_an_import_with_other_settings_does_not_resume(tmp_path, catalog, source):
+    (source / "c" / "3.pt").write_bytes(b"")
+    run_import(source, tmp_path / "s", catalog)
+    with pytest.raises(UserError, match=r"with other metadata .*geometry was whole, is centre-crop:9:9"):
+        run_import(source, tmp_path / "s", catalog, geometry=MapGeometry(9, 9))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["import", "nowhere", "s", "--data", "."], "there is no label map nowhere/a/0.pt"),
+        (["import", "maps", "maps", "--data", "."], "maps is a file, or holds other files"),
+        (["verify", "maps"], "maps/store.json"),
+        (["show", "maps", ".", "a/77", "x.png"], "no image a/77. Give CLASS/IMAGE"),
+        (["show", "maps", ".", "12", "x.png"], "or an index from 0 to 11"),
+    ],
+)
+def test_user_errors_are_one_message(tmp_path, catalog, source, arguments, message, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_lists_maps_that_cannot_be_used(tmp_path, catalog, source, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (source / "b" / "0.pt").write_bytes(b"")
+    assert main(["import", "maps", "s", "--data", ".", "--workers", "1"]) == 1
+    printed = capsys.readouterr().err
+    assert "maps/b/0.pt" in printed
+    assert "s is not finished" in printed
+    assert main(["import", "maps", "s", "--data", ".", "--workers", "1", "--bad-samples", "skip"]) == 0
+    assert capsys.readouterr().out == "s: 11 maps, 1 left out\n"
+    metadata = LabelStore(tmp_path / "s", catalog, None).metadata
+    assert metadata.classes == 3
+    assert sum(shard.missing for shard in metadata.shards) == 1
+    assert main(["import", "maps", "s", "--data", "."]) == 2
+    assert "complete label store" in capsys.readouterr().err

@@ -1,18 +1,23 @@
-"""TrainLoader's batches are a function of epoch and step; close() ends all threads."""
+"""TrainLoader's batches are a function of epoch and step; which threads work, and that close() ends them."""
 
 import gc
 import os
 import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from coded_images import smooth, write_images
-from image_loaders import train_loader
+from coded_images import smooth, train_loader, write_images
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.prefetcher import BatchPrefetcher, ImageThreadPool, PendingBatch
 from horovod_volo.monitor.meters import host_memory_gib
 from horovod_volo.token_labels.source import open_labels
 
@@ -177,19 +182,13 @@ def threads_of_process():
 
 
 def test_closing_ends_every_thread(open_loader):
-    before = {thread.ident for thread in threading.enumerate()}
-    native_before = threads_of_process()
-    loaders = [open_loader(), open_loader(), open_loader()]
-    list(loaders[0].batches(0, 0))
-    next(loaders[1].batches(0, 0))
-    left_open = loaders[2].batches(0, 0)
+    before, loader = threads_of_process(), open_loader()
+    left_open = loader.batches(0, 0)
     next(left_open)
-    assert threads_of_process() > native_before
-    for loader in loaders:
-        loader.close()
-        loader.close()  # a second call has no effect
-    assert {thread.ident for thread in threading.enumerate()} <= before
-    assert threads_of_process() <= native_before
+    assert threads_of_process() > before
+    loader.close()
+    loader.close()  # a second call has no effect
+    assert threads_of_process() <= before
     with pytest.raises(RuntimeError, match="the loader was closed"):
         next(left_open)
 
@@ -212,3 +211,83 @@ def test_many_loaders_leave_no_threads_files_or_memory(folder):
     assert max(threads) <= threads[0]
     assert max(files) <= files[0]
     assert memory[-1] - memory[0] < 16 / 1024
+
+
+BATCHES, DEPTH = 8, 3
+
+
+class Pipeline:
+    """Decodes nothing."""
+
+    def __init__(self, source: Callable[[], Any]) -> None:
+        self._source = source
+
+    def run(self, _: object = None) -> tuple[Any]:
+        return (self._source(),)
+
+    def reset(self) -> None:
+        pass
+
+
+def readers(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
+    """Return for each batch of epochs, whose reads take so long, whether the consumer has read it."""
+    by_consumer: dict[int, bool] = {}
+    clock = 0.0
+    monkeypatch.setattr("horovod_volo.data.prefetcher.perf_counter", lambda: clock)
+
+    def read(number: int, takes: float) -> PendingBatch:
+        nonlocal clock
+        by_consumer[number] = threading.current_thread() is threading.main_thread()
+        clock += takes
+        return PendingBatch(np.array([number]), ([np.zeros(1)],))
+
+    made = BatchPrefetcher[PendingBatch](
+        Pipeline, torch.device("cpu"), DEPTH, lambda _: None, lambda *_: torch.empty(0)
+    )
+    found = []
+    with closing(made):
+        for takes in seconds:
+            by_consumer.clear()
+            batches = made.batches(partial(read, number, takes) for number in range(BATCHES))
+            assert [int(pending.indices[0]) for pending, _ in batches] == list(range(BATCHES))
+            found.append([by_consumer[number] for number in range(BATCHES)])
+    return found
+
+
+def test_the_consumer_reads_cached_batches_and_tries_others_once_an_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cached = [True] * BATCHES
+    slow = [True] * 6 + [False] * 2  # four in a row are slow; two more were announced by then
+    assert readers([0.0, 0.02, 0.02, 0.0], monkeypatch) == [cached, slow, slow, cached]
+
+
+@pytest.fixture
+def pool():
+    with closing(ImageThreadPool(2, "test")) as pool:
+        yield pool
+
+
+def test_threads_take_over_from_a_slow_item(pool) -> None:
+    def name(item: int) -> tuple[int, int]:
+        time.sleep(0.01)
+        return item, threading.get_ident()
+
+    items, done_by = zip(*pool.map(name, range(8), alone_seconds=0.001), strict=True)
+    assert items == tuple(range(8))
+    assert done_by[0] == threading.get_ident()
+    assert threading.get_ident() not in done_by[1:]
+    assert len(set(done_by[1:])) == 2
+    # The next batch does not wait for its first item.
+    assert threading.get_ident() not in [by for _, by in pool.map(name, range(8), alone_seconds=0.001)]
+    # Quick items are processed alone again after one batch.
+    pool.map(abs, range(8), alone_seconds=10)
+    assert set(pool.map(lambda _: threading.get_ident(), range(8), alone_seconds=10)) == {
+        threading.get_ident()
+    }
+
+
+def test_an_error_reaches_the_caller(pool) -> None:
+    for alone_seconds in (0.0, 10.0):
+        with pytest.raises(ZeroDivisionError):
+            pool.map(lambda item: 1 / item, range(3), alone_seconds)

@@ -21,12 +21,13 @@ from horovod_volo.pack import main
 
 
 def write_images(folder, count):
-    """Write a data folder; names contain dots, and numbers continue from class to class."""
+    """Write a data folder; names contain dots, one is not ASCII; numbers continue from class to class."""
     for split, images in (("train", count), ("val", 4)):
         for number in range(images):
             file = folder / split / ["ant", "bee", "cow"][number * 3 // images] / f"{number:03d}.x.jpg"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(picture(number))
+        (folder / split / "cow" / f"{'é' * 60}.jpg").write_bytes(picture(number))
     (folder / "val/bee/spaces in it.png").write_bytes(picture(0, "PNG"))
     return folder
 
@@ -116,17 +117,6 @@ def test_shards_and_indexes_have_the_formats_of_webdataset_and_dali(packed, tmp_
 def test_a_shard_with_spaces_in_a_name_has_no_index(packed):
     assert [path.name for path in (packed / "val").glob("*.idx")] == []
     assert "bee/spaces in it.png" in content(packed, "val")
-
-
-def test_names_that_are_not_ascii_are_found_again(tmp_path):
-    for split in ("train", "val"):
-        for name in ("für/é.jpg", f"für/{'é' * 60}.jpg"):
-            file = tmp_path / "images" / split / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(picture(len(name)))
-    assert pack(tmp_path / "images", tmp_path / "out", "--workers", 1) == 0
-    assert len(list((tmp_path / "out/train").glob("*.idx"))) == 1
-    assert content(tmp_path / "out", "train") == content(tmp_path / "images", "train")
 
 
 def test_shards_have_the_requested_size(tmp_path):
@@ -221,7 +211,7 @@ def test_verify_finds_every_change(packed, tmp_path, capsys):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     assert pack(tmp_path, "--verify") == 0
-    assert f"{tmp_path}/train: 40 images in 3 shards" in capsys.readouterr().out
+    assert f"{tmp_path}/train: 41 images in 3 shards" in capsys.readouterr().out
     shard, index = tmp_path / "train/train-000001.tar", tmp_path / "train/train-000002.idx"
     data = bytearray(shard.read_bytes())
     data[5000] ^= 1
@@ -269,15 +259,4 @@ def test_damaged_images_are_reported_and_left_out(tmp_path, capsys):
     assert "2 images were left out" in stderr
     assert pack(*arguments, "--bad-samples", "skip") == 0  # reported again
     assert "2 images were left out" in capsys.readouterr().err
-    assert len(content(tmp_path / "out", "train")) == 10
-
-
-def test_wrong_arguments_are_refused(capsys):
-    for arguments in (
-        ["one"],
-        ["a", "b", "c"],
-        ["a", "b", "--quality", "101"],
-        ["a", "b", "--workers", "-1"],
-    ):
-        assert main(arguments) == 2
-    assert "--workers must be at least 0, not -1." in capsys.readouterr().err
+    assert len(content(tmp_path / "out", "train")) == 11

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_process import BLOCK, read_all, used_bytes
-from image_loaders import evaluated_images, train_loader
+from coded_images import evaluated_images, train_loader
 from numpy.typing import NDArray
 from shard_writers import picture, write_tar
 
@@ -28,7 +27,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.catalog_file import CatalogEntry
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.engine.classification_data import cache_warnings, shared_catalog
+from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.pack import main
 from horovod_volo.remote import remote_folder
 from horovod_volo.remote.remote_catalog import CacheSettings, RemoteCatalog
@@ -92,7 +91,6 @@ def test_samples_are_those_of_local_shards(
     expected = samples(local, block_shuffle=8)
     with closing(remote(server, cache=tmp_path / "cache" if has_cache else None)) as catalog:
         assert (catalog.digest, catalog.classes) == (local.digest, local.classes)
-        assert "classes.txt" not in str(server.requests)
         assert server.bytes_of(".tar") == 0  # the list needs no shard
         assert content(catalog) == content(local)
         listed = len(server.requests)
@@ -101,6 +99,10 @@ def test_samples_are_those_of_local_shards(
             assert samples(catalog, first_step, block_shuffle=8) == expected[first_step:]
         assert catalog.location(0).startswith(f"{server.address}/train/train-000000.tar, bytes ")
     assert server.connections <= 1 + 16 + 2 * 2 * 2  # they are kept open
+    with closing(remote(server, "val")) as catalog:
+        held_out = (catalog, build_catalog(str(packed), "val", None))
+        found, wanted = (evaluated_images(images, Data(batch_size=8)) for images in held_out)
+        assert found.equal(wanted)
 
 
 def test_each_announced_image_is_read_once_and_none_is_kept_for_ever(
@@ -126,18 +128,6 @@ def test_each_announced_image_is_read_once_and_none_is_kept_for_ever(
         catalog.read_ahead(np.arange(20, 30))
         catalog.read(20)
         assert [len(batch) for batch in catalog._announced] == [9]
-        expected = catalog.read(7)
-        catalog.read_ahead(np.array([7, 7, 8]))
-        assert all((catalog.read(7) == expected).all() for _ in range(2))
-
-
-def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer) -> None:
-    with closing(remote(server, "val")) as catalog:
-        found, expected = (
-            evaluated_images(images, Data(batch_size=8))
-            for images in (catalog, build_catalog(str(packed), "val", None))
-        )
-        assert found.equal(expected)
 
 
 def test_blocks_are_kept_for_the_next_process_and_read_once(server: FolderServer, tmp_path: Path) -> None:
@@ -228,10 +218,6 @@ def test_what_is_wrong_with_a_server_is_said(server: FolderServer, tmp_path: Pat
             shard.write_bytes(b"less")
         with pytest.raises(UserError, match=r"train-00000\d.tar cannot be read: .*416.*upload"):
             catalog.read(1)
-        for shard in shards:
-            shard.unlink()
-        with pytest.raises(UserError, match=r"train-00000\d.tar cannot be read: .*404"):
-            catalog.read(1)
     server.answers_ranges = False
     with pytest.raises(UserError, match="range requests, such as nginx"):
         remote(server)
@@ -246,19 +232,6 @@ def test_what_is_wrong_with_a_server_is_said(server: FolderServer, tmp_path: Pat
         remote(server)
     with pytest.raises(UserError, match=r"Connection refused.*--resume auto"):
         RemoteFolder("http://127.0.0.1:1").read("x", 0, 1)
-    with pytest.raises(UserError, match="http:// cannot be read"):
-        RemoteFolder("http://")
-
-
-@pytest.mark.parametrize("package", ["obstore", "botocore.exceptions"])
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"needs {package}: pip install 'horovod_volo\[remote\]'"):
-        shared_catalog("https://127.0.0.1:1", "train", None, ALONE)
-
-
-def basic(login: str) -> str:
-    return f"Basic {base64.b64encode(login.encode()).decode()}"
 
 
 def test_an_address_with_a_password_is_refused_and_not_printed(
@@ -275,26 +248,25 @@ def test_an_address_with_a_password_is_refused_and_not_printed(
     assert server.connections == 0
 
 
-@pytest.mark.parametrize("variable", ["HOME", "NETRC"])
 def test_user_and_password_are_those_of_netrc(
-    server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+    server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file without the password, or one that cannot be used, matters only where one is wanted."""
     file = tmp_path / ".netrc"
     monkeypatch.delenv("NETRC", raising=False)
-    monkeypatch.setenv(variable, str(tmp_path if variable == "HOME" else file))
+    monkeypatch.setenv("HOME", str(tmp_path))
     right = b"machine 127.0.0.1 login jane password s3cret\n"
     elsewhere = b"machine elsewhere.test login jane password s3cret"
     of_any = elsewhere + b"\ndefault login jane password s3cret\n"
-    cases = [(None, 0), (of_any, 0o600), (elsewhere + b"\xff", 0o600), (right, 0o600)]
-    cases += [(right, 0o644)] * (variable == "HOME")  # open to all
+    # The last is open to all.
+    cases = [(None, 0), (of_any, 0o600), (elsewhere + b"\xff", 0o600), (right, 0o600), (right, 0o644)]
     for content_, mode in cases:
         server.login = ("", "")
         if content_ is not None:
             file.write_bytes(content_)
             file.chmod(mode)
         remote(server).close()
-        server.login = ("Authorization", basic("jane:s3cret"))
+        server.login = ("Authorization", "Basic " + base64.b64encode(b"jane:s3cret").decode())
         if (content_, mode) == (right, 0o600):
             with closing(remote(server)) as catalog:
                 assert len(content(catalog)) == 40
@@ -303,22 +275,16 @@ def test_user_and_password_are_those_of_netrc(
         with pytest.raises(UserError, match=r"401 Unauthorized.*~/\.netrc.*chmod 600") as raised:
             remote(server)
         assert "s3cret" not in str(raised.value)
+    monkeypatch.setenv("NETRC", str(file.rename(tmp_path / "logins")))
+    remote(server).close()
 
 
 def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.login = ("Proxy-Authorization", basic("jane:p@ss/wörd"))
+    server.login = ("Proxy-Authorization", "Basic " + base64.b64encode("jane:p@ss/wörd".encode()).decode())
     monkeypatch.setenv("no_proxy", "")
-    for scheme in ("http", "https"):
-        monkeypatch.setenv(f"{scheme}_proxy", server.address.replace("://", "://jane:p%40ss%2Fw%C3%B6rd@"))
+    monkeypatch.setenv("http_proxy", server.address.replace("://", "://jane:p%40ss%2Fw%C3%B6rd@"))
     with closing(shared_catalog("http://shards.test", "train", None, ALONE)) as catalog:
         assert len(content(catalog)) == 40
-        assert catalog.location(0).startswith("http://shards.test/train/train-000000.tar, bytes ")
-    for status, message in ((407, "https_proxy or http_proxy"), (502, "name the host in no_proxy")):
-        server.tunnel_status = status
-        with pytest.raises(UserError, match=message) as raised:
-            shared_catalog("https://shards.test", "train", None, ALONE)
-        assert "jane" not in str(raised.value)
-    assert set(server.tunnels) == {("shards.test:443", server.login[1])}
     monkeypatch.setenv("http_proxy", server.address.replace("://", "://jane:other@"))
     with pytest.raises(UserError, match=r"407 Proxy Auth.*https_proxy or http_proxy") as raised:
         shared_catalog("http://shards.test", "train", None, ALONE)
@@ -375,27 +341,17 @@ def test_shards_of_others_with_repeated_draws_of_rare_classes(
     assert len(announced) > len(set(announced))
 
 
-def test_a_cache_that_is_too_small_for_a_random_order_is_a_warning(
-    server: FolderServer, tmp_path: Path
-) -> None:
-    with closing(remote(server, cache=tmp_path, gib=1e-5)) as catalog:
-        small = Data(cache_dir="x", cache_gib=1e-5)
-        (warning,) = cache_warnings(small, catalog)
-        assert "holds a part of the 0.0 GiB of the training shards" in warning
-        assert cache_warnings(Data(cache_dir="x", cache_gib=1e-5, block_shuffle=8), catalog) == []
-        assert cache_warnings(Data(cache_dir="x"), catalog) == []
-
-
 @pytest.fixture
 def stores(server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FolderServer:
     """The environment of object stores, all of which are at the server: a bucket is a folder there."""
-    google = {"gcs_base_url": server.address, "disable_oauth": True}
+    google = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    google |= {"gcs_base_url": server.address, "disable_oauth": True}
     variables = {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": server.address,
-        "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(google | dict.fromkeys(GOOGLE_KEYS, "")),
+        "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(google),
         "AZURE_STORAGE_ACCOUNT_NAME": "account",
         "AZURE_STORAGE_ENDPOINT": server.address,
         "AZURE_SKIP_SIGNATURE": "true",
@@ -405,9 +361,6 @@ def stores(server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (server.folder / "bucket").mkdir()
     shutil.copytree(server.folder / "train", server.folder / "bucket" / "a 100%25 #1, ä" / "train")
     return server
-
-
-GOOGLE_KEYS = ("client_email", "private_key", "private_key_id")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
@@ -421,8 +374,6 @@ def test_object_stores_give_the_samples_of_local_shards(
             assert catalog.digest == local.digest
             assert content(catalog) == content(local)
             assert catalog.location(0).startswith(f"{address}/train/train-000000.tar, bytes ")
-    with pytest.raises(UserError, match=r"no list of shards: .*://bucket/elsewhere/train/images\.catalog"):
-        shared_catalog(f"{scheme}://bucket/elsewhere", "train", None, ALONE)
 
 
 def test_credentials_of_s3_are_those_of_the_tools_of_aws(
@@ -441,8 +392,6 @@ def test_credentials_of_s3_are_those_of_the_tools_of_aws(
     with pytest.raises(UserError, match=r"Set AWS_PROFILE.*AWS_SKIP_SIGNATURE=true"):
         read()
     monkeypatch.setenv("AWS_PROFILE", "mine")
-    with pytest.raises(UserError, match="Set AWS_PROFILE"):
-        read()
     (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = ABC\naws_secret_access_key = s3cret\n")
     assert "Credential=ABC/" in read()
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")

@@ -1,4 +1,7 @@
-"""All augmentation of a training image, against the same operations by Pillow, image by image."""
+"""All augmentation of a training image, against the same operations by Pillow, image by image.
+
+With RandAugment before the crop, only the part of an image that its crop needs is decoded.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,22 @@ import numpy as np
 import pytest
 import torch
 from coded_images import PLAIN, only_batch, smooth, unnormalised, write_images
+from numpy.typing import NDArray
 from PIL import Image
-from pillow_augment import augmented_by_pillow
-from published_augment import FILL, NAMES, timm_augment
+from published_augment import NAMES, operations_of, timm_augment
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import Labels
+from horovod_volo.data import loader as loader_module
 from horovod_volo.data import train_transform
 from horovod_volo.data.augmentation import operations as ops
+from horovod_volo.data.augmentation.apply_ops import Parts, augment_part, parts_needed
 from horovod_volo.data.augmentation.crop_flip import draw_crops, warp_maps
+from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.image_decoder import build_train_pipeline, resizing_inputs
-from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.prefetcher import BatchPrefetcher, ImageThreadPool
 from horovod_volo.data.train_transform import PendingTrainBatch, TrainTransform
 
@@ -133,3 +139,153 @@ def test_crops_are_the_same_transformed_together_and_one_by_one(monkeypatch) -> 
     together = batch_resized_by(dali=False)
     monkeypatch.setattr(train_transform, "_SMALL_SIDE", 0)
     assert torch.equal(together, batch_resized_by(dali=False))
+
+
+DRAWN_SEED, DRAWN_EPOCH = 5, 1
+ON_IMAGE = Data(batch_size=RESIZED, hflip=0.5, vflip=0.5, reprob=0.0, randaugment_on="image")
+HISTOGRAM = tuple(each for each in ops.RAND_V1 if each.kind is ops.Kind.HISTOGRAM)
+Steps = tuple[tuple[ops.Operation, float], ...]
+ROTATE, SHIFT = (ops.ROTATE, -22.0), (ops.TRANSLATE_X, 0.3)
+SEQUENCES = [
+    ((ops.SHEAR_X, -0.29),),
+    ((ops.TRANSLATE_Y, -0.41),),
+    (ROTATE, SHIFT),
+    (SHIFT, (ops.INVERT, 0.0), (ops.SHEAR_Y, -0.25)),
+    (ROTATE, (ops.AUTO_CONTRAST, 0.0)),
+    ((ops.CONTRAST, 0.3), ROTATE),
+    (SHIFT, (ops.EQUALIZE, 0.0), ROTATE),
+    ((ops.SHARPNESS, 1.8), (ops.SHARPNESS, 0.3), SHIFT),
+]
+
+
+def batch_of(catalog: Catalog) -> Any:
+    return only_batch(catalog, None, ON_IMAGE, side=SIDE, seed=DRAWN_SEED, epoch=DRAWN_EPOCH)
+
+
+def assert_as_pillow(
+    folder: Path, pictures: list[Image.Image], drawn: Operations, *, mean: float = 0.5, most: int = 10
+) -> None:
+    """Compare a batch with Pillow's images; `drawn` are the operations that replace the random ones."""
+    images = {f"train/a/{number:02d}.png": picture for number, picture in enumerate(pictures)}
+    catalog = build_catalog(str(write_images(folder, images)), "train", None)
+    batch = batch_of(catalog)
+    for shown, index in zip(unnormalised(batch.images), batch.indices.tolist(), strict=True):
+        path = catalog.location(index)
+        theirs = augmented_by_pillow(
+            path, index, ON_IMAGE, drawn.of(slice(0, 1)), seed=DRAWN_SEED, epoch=DRAWN_EPOCH, side=SIDE
+        )
+        difference = np.abs(shown.transpose(1, 2, 0) - theirs)
+        assert difference.mean() < mean
+        # Next to filled pixels the bicubic resize overshoots; torch and Pillow clip the overshoot in
+        # different passes of the two.
+        assert difference.max() < most
+
+
+@pytest.mark.parametrize("bicubic", [True, False])
+@pytest.mark.parametrize("steps", SEQUENCES)
+def test_sequences_of_operations_on_the_whole_image(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: tuple[tuple[ops.Operation, float], ...],
+    bicubic: bool,
+) -> None:
+    """Operations that use the histogram use that of the whole image after the previous operations."""
+    drawn = operations_of(steps, RESIZED, bicubic=bicubic)
+    monkeypatch.setattr(loader_module, "draw_operations", lambda *_: drawn)
+    pictures = [smooth(*SIZES[number % len(SIZES)], seed=number) for number in range(RESIZED)]
+    # Equalizing widens the distance of colours that few pixels have, and with it differences of rounding.
+    equalized = any(kind == ops.EQUALIZE for kind, _ in steps)
+    assert_as_pillow(tmp_path, pictures, drawn, mean=1.0 if equalized else 0.5, most=256 if equalized else 10)
+
+
+def test_a_crop_outside_the_moved_image_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = operations_of([(ops.TRANSLATE_X, 1.2), ROTATE], RESIZED, bicubic=True)
+    monkeypatch.setattr(loader_module, "draw_operations", lambda *_: drawn)
+    images = {f"train/a/{number:02d}.png": smooth(90, 60, seed=number) for number in range(RESIZED)}
+    batch = batch_of(build_catalog(str(write_images(tmp_path, images)), "train", None))
+    assert np.abs(unnormalised(batch.images) - np.array(FILL)[:, None, None]).max() < 1
+
+
+def random_crops(number: int) -> tuple[NDArray[np.int32], NDArray[np.int64], Operations]:
+    indices, sizes = np.arange(number), np.tile(np.array([375, 500]), (number, 1))
+    crops = draw_crops(DRAWN_SEED, DRAWN_EPOCH, indices, sizes, ON_IMAGE).boxes
+    return crops, sizes, draw_operations(DRAWN_SEED, DRAWN_EPOCH, indices, ON_IMAGE)
+
+
+def test_the_decoded_part_is_inside_the_image_and_no_larger_than_needed() -> None:
+    crops, sizes, operations = random_crops(3000)
+    parts = parts_needed(crops, sizes, operations)
+    low, high = parts.boxes[..., :2], parts.boxes[..., :2] + parts.boxes[..., 2:]
+    assert (low >= 0).all()
+    assert (parts.boxes[..., 2:] > 0).all()
+    assert (high <= sizes[:, None]).all()
+    assert (parts.boxes[:, -1] == crops).all()
+    whole = (parts.decoded[:, 2:] == sizes).all(axis=1)
+    counted = np.isin(operations.kinds[:, 0], HISTOGRAM)
+    assert whole[counted].all()
+    pointwise = ~np.isin(operations.kinds, (*ops.GEOMETRIC, *HISTOGRAM, ops.SHARPNESS)).any(axis=1)
+    assert (parts.decoded[pointwise] == crops[pointwise]).all()
+    decoded = (parts.decoded[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()
+    cut = (crops[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()
+    assert cut < decoded < 0.75
+
+
+def test_an_operation_of_a_plugin_counts_whole_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ops.Operation(1000, "Own", ops.Kind.HISTOGRAM, ops.no_argument, ops.EQUALIZE.function)
+    monkeypatch.setitem(ops.OPERATIONS, 1000, own)
+    crops, sizes, _ = random_crops(4)
+    found, expected = (
+        parts_needed(crops, sizes, operations_of([(kind, 0.0)], 4)) for kind in (own, ops.EQUALIZE)
+    )
+    assert (found.decoded == expected.decoded).all()
+    assert (found.decoded[:, 2:] == sizes).all()
+
+
+def test_pixels_that_are_not_decoded_do_not_matter() -> None:
+    """Each crop is computed from its decoded part, and cut from the whole image after its operations."""
+    crops, sizes, _ = random_crops(60)
+    operations = draw_operations(DRAWN_SEED, DRAWN_EPOCH, np.arange(60), ON_IMAGE)
+    image = torch.from_numpy(np.asarray(smooth(500, 375, seed=1)).copy()).permute(2, 0, 1)[None]
+    parts = parts_needed(crops, sizes, operations)
+    whole_parts = parts_needed(
+        np.tile(np.array([0, 0, 375, 500], np.int32), (len(crops), 1)), sizes, operations
+    )
+    for position, (top, left, height, width) in enumerate(crops.tolist()):
+        rows = slice(position, position + 1)
+        ours = augment_part(part_of(image, parts, position), operations.of(rows), parts.of(rows))
+        whole = augment_part(part_of(image, whole_parts, position), operations.of(rows), whole_parts.of(rows))
+        expected = whole[..., top : top + height, left : left + width]
+        assert (ours.int() - expected.int()).abs().float().mean() < 0.02
+
+
+def part_of(image: torch.Tensor, parts: Parts, position: int) -> torch.Tensor:
+    top, left, height, width = parts.decoded[position].tolist()
+    return image[..., top : top + height, left : left + width]
+
+
+def augmented_by_pillow(
+    path: str, index: int, settings: Data, drawn: Operations, *, seed: int, epoch: int, side: int
+) -> NDArray[np.uint8]:
+    """Return the image (side, side, 3) before random erasing; `drawn` are the operations of this sample."""
+    alone = np.array([index])
+    with Image.open(path) as opened:
+        image = opened.convert("RGB")
+    crop_flip = draw_crops(seed, epoch, alone, np.array([[image.height, image.width]]), settings)
+    if crop_flip.flip_horizontal[0]:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if crop_flip.flip_vertical[0]:
+        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    if settings.randaugment_on == "image":
+        image = Image.fromarray(augmented(image, drawn))
+    top, left, height, width = crop_flip.boxes[0].tolist()
+    chosen = Image.Resampling.BICUBIC if crop_flip.bicubic[0] else Image.Resampling.BILINEAR
+    cut = image.crop((left, top, left + width, top + height)).resize((side, side), chosen)
+    return augmented(cut, drawn) if settings.randaugment_on == "crop" else np.asarray(cut)
+
+
+def augmented(image: Image.Image, drawn: Operations) -> NDArray[np.uint8]:
+    colours = np.asarray(image)
+    for kind, amount, bicubic in zip(drawn.kinds[0], drawn.arguments[0], drawn.bicubic[0], strict=True):
+        if kind != ops.NONE:
+            colours = timm_augment(kind, colours, float(amount), bicubic=bool(bicubic))
+    return colours

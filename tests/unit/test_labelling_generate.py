@@ -1,4 +1,7 @@
-"""Generated maps belong to their images by full name, and give training the teacher's own distribution."""
+"""Generated maps belong to their images by full name, and give training the teacher's own distribution.
+
+The teacher sees squares of whole images; damaged ones are left out and reported.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from coded_images import smooth, write_images
 from label_samples import random_store
+from PIL import Image
 
 from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.command_line import build_config
@@ -122,10 +126,7 @@ def test_each_image_has_its_own_map_in_other_catalogs(folder: Path, tmp_path: Pa
     pack(folder / "images", tmp_path / "packed", PackOptions(), workers=1, progress=lambda _: lambda *_: None)
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "train").symlink_to(folder / "images" / "train")
-    for catalog in (
-        catalog_of(tmp_path / "packed"),
-        catalog_of(tmp_path / "shared", HeldOut("", 0.34, 0)),
-    ):
+    for catalog in (catalog_of(tmp_path / "packed"), catalog_of(tmp_path / "shared", HeldOut("", 0.34, 0))):
         labels, logits = LabelStore(store, catalog, None), logits_by_name(folder, "centred")
         for index in range(len(catalog)):
             assert distance(*labels.read(index), logits[catalog.name(index)]) < 0.004, catalog.name(index)
@@ -185,3 +186,66 @@ def test_an_image_that_is_held_out_does_not_share_a_published_map(tmp_path: Path
     labels = {"token_label": True, "token_label_data": str(tmp_path / "maps")}
     with pytest.raises(UserError, match=r"/scan\.\d\.png and ./scan\.\d\.png in .* have the same label map"):
         Classification().read(build_config("", settings | labels), World.single())
+
+
+SQUARE = 48
+SIZES = [(90, 40), (33, 70), (64, 64), (120, 61), (50, 50), (47, 31), (200, 100), (31, 90), (55, 44)]
+
+
+@pytest.fixture
+def uneven(tmp_path):
+    images = {f"train/a/{n}.png": smooth(*size, seed=n) for n, size in enumerate(SIZES)}
+    return write_images(tmp_path, images)
+
+
+def opened(folder, batch=2):
+    catalog = build_catalog(str(folder), "train", None)
+    images = TeacherImages(catalog, SQUARE, batch, RankResources(torch.device("cpu"), 2, ""))
+    return closing(images)
+
+
+def pixels_by_index(images, indices):
+    found = {}
+    for batch_indices, pixels in images.pixels(indices):
+        found |= dict(zip(batch_indices, 255 * pixels.numpy(), strict=True))
+    return found
+
+
+def test_pixels_equal_pils(uneven):
+    with opened(uneven) as images:
+        for indices in (range(4), range(4, 9)):  # pixels() can be called again
+            found = pixels_by_index(images, indices)
+            assert list(found) == list(indices)
+            for index, pixels in found.items():
+                with Image.open(uneven / f"train/a/{index}.png") as image:
+                    resized = image.convert("RGB").resize((SQUARE, SQUARE), Image.Resampling.BICUBIC)
+                assert np.abs(pixels - np.asarray(resized).transpose(2, 0, 1)).mean() < 0.35
+        assert images.bad_samples.new_messages() == []
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 20])
+def test_damaged_images_are_left_out_and_reported(uneven, batch):
+    with opened(uneven, batch) as images:
+        whole = pixels_by_index(images, range(9))
+    damaged = {0: b"", 3: b"no image at all", 4: (uneven / "train/a/4.png").read_bytes()[:60], 8: None}
+    for index, content in damaged.items():
+        path = uneven / f"train/a/{index}.png"
+        if content is not None:
+            path.write_bytes(content)
+    with opened(uneven, batch) as images:
+        (uneven / "train/a/8.png").unlink()
+        found = pixels_by_index(images, range(9))
+        problems = images.bad_samples.new_messages()
+    assert list(found) == [1, 2, 5, 6, 7]
+    for index, pixels in found.items():
+        assert np.array_equal(pixels, whole[index])
+    assert sorted(problem.split(".png")[0][-1] for problem in problems) == ["0", "3", "4", "8"]
+
+
+def test_only_damaged_images_give_no_batch(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for number in range(5):
+        (tmp_path / "train" / "a" / f"{number}.jpg").write_bytes(b"no image")
+    with opened(tmp_path) as images:
+        assert pixels_by_index(images, range(5)) == {}
+        assert len(images.bad_samples.new_messages()) == 5
