@@ -115,15 +115,6 @@ def test_a_horovod_without_pytorch_is_reported(tmp_path, horovod_without_pytorch
     assert "horovod-volo build_horovod" in found["remedy"]
 
 
-def test_ranks_that_cannot_connect_report_separately(tmp_path, horovod_without_pytorch):
-    result = examine(tmp_path, ranks=2, start_with="mpi", PYTHONPATH=horovod_without_pytorch)
-    assert result.status == 1
-    assert result.failures() == {"ranks", "horovod"}
-    assert result.only("horovod", "failure")["ranks"] == [0]
-    assert result.of("/dev/shm")[0]["level"] == "ok"
-    assert result.output.count(WITHOUT_PYTORCH) == 1
-
-
 def test_rank_0_reports_that_another_rank_has_failed(tmp_path, horovod_without_pytorch):
     broken = f'if [ "$RANK" = 1 ]; then export PYTHONPATH={horovod_without_pytorch}; fi'
     began = time.monotonic()

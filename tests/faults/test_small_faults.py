@@ -25,15 +25,6 @@ def damaged_set(demo_images, tmp_path: Path) -> Path:
     return shutil.copytree(demo_images(40, 20), tmp_path / "set")
 
 
-def test_a_missing_label_map_is_named(damaged_set, tmp_path):
-    missing = max((damaged_set / "token_labels" / "star").iterdir())
-    missing.unlink()
-    flags = ("--bad-samples", "fail", "--token-label-data", str(damaged_set / "token_labels"))
-    shown = start(damaged_set, tmp_path, *flags, status=FAILED, seconds=60)
-    error = only_error(shown, missing.name)
-    assert "horovod_volo" not in shown.replace(error, ""), "there is a traceback of the package"
-
-
 def test_bad_samples_are_skipped_named_once_and_counted(damaged_set, tmp_path):
     """A truncated image, a missing label map and an empty validation image are skipped in all steps."""
     maps = damaged_set / "token_labels"

@@ -1,31 +1,68 @@
-"""The commands of README.md and of the guides run in their order, on a few images and with small networks.
+"""The commands of README.md and of the guides, the documented plugin and the examples of docs/python.md run.
 
-What they compute is tested elsewhere; here each is spelled as documented, and finds what earlier ones wrote.
-"""
+They run in their order, on a few images and with small networks. What they compute is tested elsewhere; here
+each is spelled as documented, and finds what earlier ones wrote."""
 
 from __future__ import annotations
 
-import contextlib
+import configparser
+import importlib.util
 import json
 import re
+import runpy
 import shutil
-import socket
 import subprocess
-import time
+import sys
 import tomllib
-import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import horovod_volo.__main__ as console
 from tests.documents import ROOT, blocks, commands_in, text_of
-from tests.ranks.launching import environment
 from tests.smoke.conftest import save_run, shell
 
+
+@pytest.mark.parametrize("name", list(console.COMMANDS))
+def test_a_command_is_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(runpy, "run_module", lambda module, **_: ran.append((module, sys.argv[1:])))
+    monkeypatch.setattr(sys, "argv", ["horovod-volo", name, "--help"])
+    assert console.main() == 0
+    assert ran == [(f"horovod_volo.{name}", ["--help"])]
+    assert importlib.util.find_spec(f"horovod_volo.{name}") is not None
+
+
+def test_the_list_of_commands_and_the_versions(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed(*arguments: str, status: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["horovod-volo", *arguments])
+        assert console.main() == status
+        return "".join(capsys.readouterr())
+
+    listed = printed()
+    assert all(f"  {name}" in listed for name in console.COMMANDS)
+    assert "Did you mean evaluate?" in printed("evalute", status=2)
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    assert printed("--version") == f"horovod_volo {settings['metadata']['version']}\n"
+    module, _, function = settings["options.entry_points"]["console_scripts"].partition("=")[2].partition(":")
+    assert (module.strip(), function) == (console.__spec__.name, "main")
+
+
+def test_timm_is_importable_in_the_environment_of_tools_setup() -> None:
+    """Without this package, also where torch is a CPU build; tools/setup declares torchvision's operators."""
+    done = subprocess.run([sys.executable, "-c", "import timm"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 SHORT = "--model volo_demo --epochs 1 --warmup-epochs 0 --cooldown-epochs 0 --drop-path 0 --log-every 1"
-# The last tests run these, but for the doctor, which tests/faults/test_doctor.py runs.
+# The last test runs the demo; tests/faults/test_doctor.py runs the doctor.
 ELSEWHERE = {"./tools/setup", "source tools/activate", "./tools/demo", "./tools/test"}
 ELSEWHERE |= {"tensorboard --logdir runs", "horovodrun -np 2 python -m horovod_volo.doctor"}
 
@@ -123,10 +160,7 @@ def test_a_script_of_tools_starts_its_command(name: str) -> None:
     assert done.stdout.startswith(f"usage: tools/{name} ")
 
 
-# The commands that install, of README.md
-
-
-def test_tools_demo_trains_and_tensorboard_shows_the_run(request: pytest.FixtureRequest) -> None:
+def test_tools_demo_trains(request: pytest.FixtureRequest) -> None:
     """Trains two of the demo's epochs, with --long all of them, in a run folder of its own."""
     flags, least = ("", 90.0) if request.config.getoption("--long") else (" --epochs 2", 35.0)
     printed = shell(f"./tools/demo{flags}", ROOT, seconds=1500, DEMO_NAME="readme_test")
@@ -134,33 +168,80 @@ def test_tools_demo_trains_and_tensorboard_shows_the_run(request: pytest.Fixture
     assert accuracy, printed
     assert float(accuracy[1]) >= least
     assert "tensorboard --logdir runs" in printed.splitlines()[-1]
-    assert {"train/loss", "train/lr", "evaluation/top1"} <= tags_of_server(ROOT / "runs", "readme_test")
 
 
-def tags_of_server(logdir: Path, run: str) -> set[str]:
-    """Return the tags of a run's curves, as a TensorBoard server lists them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [".venv/bin/tensorboard", "--logdir", str(logdir), "--port", str(port), "--load_fast=false"]
-    # TensorBoard's own imports warn; warnings are errors in this project's processes only.
-    started = environment(PYTHONWARNINGS="")
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=started) as server:
-        try:
-            for _ in range(180):
-                with contextlib.suppress(OSError):
-                    address = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
-                    with urllib.request.urlopen(address, timeout=5) as page:
-                        found = json.loads(page.read())
-                    if run in found:
-                        return set(found[run])
-                time.sleep(0.5)
-        finally:
-            server.terminate()
-    raise AssertionError("TensorBoard did not show the run")
+PLUGIN = "--plugin my_package.my_module"
+CHOSEN = f"{PLUGIN} --model tiny_conv --loss focal --opt signum --sched square --aa mine-m9-n2"
 
 
-def test_tools_test_checks_the_code_and_runs_tests() -> None:
-    assert re.search(
-        r"\d+ passed", shell("./tools/test -q tests/unit/test_config_derived.py", ROOT, seconds=600)
-    )
+def test_the_documented_plugin_trains_is_evaluated_and_measured(demo_set: Path, tmp_path: Path) -> None:
+    (module,) = [block.code for block in blocks(text_of("docs/plugins.md")) if block.language == "python"]
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").touch()
+    (tmp_path / "my_package" / "my_module.py").write_text(module)
+
+    recipe = f"{demo_set} --recipe demo --no-token-label -b 8 --log-every 1 {CHOSEN}"
+    printed = shell(f"horovod-volo train {recipe} --name mine --stop-at-step 5", tmp_path, status=75)
+    assert "tiny_conv, 954 parameters" in printed  # (3 * 16 + 1) * 16 + (16 + 1) * 10
+    lines = (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if "lr" in record]
+    assert len(losses) == 5
+    # The focal loss of ten equal probabilities is (1 - 0.1)^2 ln 10.
+    assert losses[0] == pytest.approx(1.87, abs=0.3)
+
+    evaluate = f"horovod-volo evaluate {demo_set} --weights runs/mine -b 8 --json result.json"
+    shell(f"{evaluate} {PLUGIN}", tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text())["model"] == "tiny_conv"
+    refused = shell(evaluate, tmp_path, status=2)
+    assert "the model tiny_conv of a plugin. Add --plugin my_package.my_module." in refused
+
+    tiny = "--model tiny_conv --img-size 32 --batch-size 2 --pairs 2 --json"
+    measured = shell(f"horovod-volo bench step {tiny} {PLUGIN} 2>/dev/null", tmp_path)
+    assert json.loads(measured)["name"] == "step tiny_conv 32"
+
+
+EXAMPLES = [block.code for block in blocks(text_of("docs/python.md")) if block.language == "python"]
+# Smaller images.
+SMALLER = {
+    "epochs=3": "epochs=1, img_size=32, batch_size=8",
+    'recipe="demo"': 'recipe="demo", img_size=32',
+    '"recipe": "demo"': '"recipe": "demo", "img_size": 32',
+}
+
+
+def log_of(names: dict[str, Any]) -> str:
+    return str((names["result"].folder / "log.txt").read_text())
+
+
+# By a part of each example: what is true of its variables, and of what it prints, after it has run.
+EXPECTED: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "result.best": lambda names, _: names["result"].finished and names["result"].best["images"] == 20,
+    "by_recipe": lambda names, _: names["trainer"].folder == Path("runs/shorter"),
+    "trainer.predict": lambda _, printed: (
+        re.search(r"^\w+: \d+ %$", printed, re.M) and Path("exported/model.safetensors").is_file()
+    ),
+    "StopAtAccuracy": lambda names, _: (
+        "531,484 parameters, 4 steps on 1 ranks" in log_of(names)
+        and re.search(r"^(finished|stopped) at step \d$", log_of(names), re.M)
+    ),
+}
+
+
+@pytest.mark.parametrize("part", EXPECTED)
+def test_an_example(
+    part: str,
+    demo_set: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert len(EXAMPLES) == len(EXPECTED)
+    (code,) = [code for code in EXAMPLES if part in code]
+    for large, small in SMALLER.items():
+        code = code.replace(large, small)
+    photo = sorted((demo_set / "val").rglob("*.jpg"))[0]
+    code = code.replace("/path/to/images", str(demo_set)).replace("/path/to/photo.jpg", str(photo))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(code, f"docs/python.md, {part}", "exec"), names)
+    assert EXPECTED[part](names, capsys.readouterr().out)

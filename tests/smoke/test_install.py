@@ -21,7 +21,6 @@ from horovod_volo.demo.demo_set import make_demo_set
 pytestmark = pytest.mark.install
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
-EXTRAS = ("dali", "export", "horovod")
 EACH_EXTRA = {  # what each one alone adds, and what is trained with it
     "dali": (("nvidia.dali",), ()),
     "horovod": (("cloudpickle", "cffi", "psutil", "yaml"), ()),
@@ -138,20 +137,3 @@ def test_each_extra_alone_adds_what_it_is_for(
     reader = "DALI" if extra in ("dali", "test", "dev") else "Pillow"
     assert f"images read by {reader}" in trained
     assert "Training goes on" not in trained  # what the line of a logger that fails says
-
-
-def test_extras_are_added_to_an_installed_package(clean: Path, tmp_path: Path) -> None:
-    """pip finds the package installed, and installs what the extra names; torch stays."""
-    before = call(tmp_path, clean / "python", "-m", "pip", "freeze")
-    pip = [clean / "python", "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
-    call(tmp_path, *pip, f"horovod_volo[{','.join(EXTRAS)}]")
-    after = call(tmp_path, clean / "python", "-m", "pip", "freeze")
-    torch = [line for line in before.splitlines() if line.startswith("torch")]
-    assert len(torch) == 2
-    assert set(torch) <= set(after.splitlines())
-    assert "horovod==" not in after
-    assert re.search(r"nvidia-dali-cuda120 \d", call(tmp_path, clean / "horovod-volo", "doctor"))
-    make_demo_set(tmp_path / "images", train=20, val=10)
-    assert "images read by DALI" in call(tmp_path, clean / "horovod-volo", "train", "images", *TRAINED)
-    call(tmp_path, clean / "horovod-volo", "export", "runs/run", "exported", "--onnx")
-    assert (tmp_path / "exported/model.onnx").exists()

@@ -204,19 +204,6 @@ def test_memory_depends_on_optimizer_and_ranks(
     assert reported["memory"].startswith(f"about {expected:.1f} GiB of state and ")
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "gpu"),
-    [
-        ("volo_d5", ["-b", "256"], "a GPU of 80 GB"),
-        ("volo_d5_448", ["-b", "64", "--grad-checkpoint"], "a GPU of 24 GB"),
-        ("volo_d5_448", ["-b", "256"], "more than a GPU of 141 GB has; use a smaller --batch-size"),
-    ],
-)
-def test_the_smallest_gpu_with_enough_memory_is_named(name: str, flags: list[str], gpu: str) -> None:
-    config = parse(["--recipe", name, *flags]).config
-    assert f" per rank: {gpu}" in properties_in(describe(config, 8, measure_workload(config)))["memory"]
-
-
 def test_checkpointed_blocks_save_only_their_input() -> None:
     """A checkpointed block saves one tensor of the size of its input, another block ten or more."""
     config, workload = configured("volo_d1")

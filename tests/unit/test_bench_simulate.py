@@ -96,14 +96,3 @@ def test_the_command_reports_efficiencies(capsys: pytest.CaptureFixture[str]) ->
     assert command_line.main(words.split()) == 0
     few, many = (figure["value"] for figure in json.loads(capsys.readouterr().out)["figures"])
     assert 80 < many < few < 100
-
-
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [("--fabrics string", "a100-hdr"), ("--ranks 1", "of at least 2"), ("--models volo_demo", "volo_d1")],
-)
-def test_a_mistake_is_reported_with_its_remedy(
-    words: str, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command_line.main(["simulate", *words.split()]) == 2
-    assert remedy in capsys.readouterr().err

@@ -1,16 +1,26 @@
-"""Losses and times between log points: exact sums, no reference to the graph, and ranks that are slower."""
+"""Losses and times between log points, ranks that are slower, and the words of a profile."""
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.monitor.meters import LossMeter, OwnTime, StepTimer, StragglerFinder
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.callbacks import parse_steps
+from horovod_volo.monitor.meters import (
+    EXCHANGE,
+    OWN_PART,
+    UPDATE,
+    LossMeter,
+    OwnTime,
+    StepTimer,
+    StragglerFinder,
+)
+from horovod_volo.profiler.step_profiler import DATA, describe
 
 CPU = torch.device("cpu")
 EVEN = [OwnTime(0.100), OwnTime(0.104), OwnTime(0.097)]
@@ -50,31 +60,13 @@ def test_micro_batches_that_are_not_finite_are_not_in_the_sums(values: tuple[str
     assert losses.micro_batches == 0
 
 
-class SavedTensor:
-    """A tensor that autograd saves for backward."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 def test_adding_does_not_keep_the_graph_alive() -> None:
-    saved_tensors: list[weakref.ref[SavedTensor]] = []
-
-    def pack(tensor: Tensor) -> SavedTensor:
-        saved = SavedTensor(tensor)
-        saved_tensors.append(weakref.ref(saved))
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        loss = torch.full((), 2.0, requires_grad=True).square()
-    losses = meter()
+    loss, losses = torch.full((), 2.0, requires_grad=True).square(), meter()
     losses.add((loss, loss))
-    assert len(saved_tensors) == 1
-    assert saved_tensors[0]() is not None
-    del loss
-    gc.collect()
-    assert saved_tensors[0]() is None
     assert losses.sums()["total"] == 4.0
+    kept = [value for value in vars(losses).values() if isinstance(value, Tensor)]
+    assert kept
+    assert not any(value.requires_grad for value in kept)
 
 
 def test_timers_count_from_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +119,32 @@ def test_a_straggler_is_named_at_the_second_log_point_and_once() -> None:
 def test_noise_is_not_named(log_points: list[list[float]]) -> None:
     ranks = StragglerFinder(["red", "green", "blue"])
     assert not any(ranks.find([OwnTime(seconds) for seconds in times]) for times in log_points)
+
+
+def test_the_steps_are_read() -> None:
+    assert parse_steps("steps=10:20") == parse_steps("10:20") == range(10, 21)
+    for wrong in ("steps=", "10", "0:3", "5:4", "a:b", "steps=3:", "1:2:3"):
+        with pytest.raises(UserError, match="--profile"):
+            parse_steps(wrong)
+
+
+def times_of(*seconds: float) -> dict[str, float]:
+    return dict(zip((OWN_PART, DATA, EXCHANGE, UPDATE), seconds, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("times", "device", "first"),
+    [
+        ([times_of(0.6, 0.3, 0.05, 0.05)], "CPU", "--workers"),
+        ([times_of(0.5, 0.05, 0.4, 0.05)] * 2, "CPU", "--compression"),
+        ([times_of(0.5, 0.0, 0.4, 0.1)] * 3 + [times_of(0.9, 0.0, 0.0, 0.1)], "GPU", "slowest rank"),
+        ([times_of(0.6, 0.0, 0.0, 0.4)], "CPU", "--shard-optimizer"),
+        ([times_of(0.9, 0.0, 0.05, 0.05)], "GPU", "--precision bf16"),
+        ([times_of(0.9, 0.0, 0.05, 0.05)], "CPU", "this is a CPU"),
+    ],
+)
+def test_the_words_name_what_to_change_first(times: list[dict[str, float]], device: str, first: str) -> None:
+    text = describe(range(3, 6), times, ["a", "b", "c", "d"], Counter(mm=3, add=1), device)
+    assert all(part in text for part in ("1000.0 ms", "steps 3 to 5", "mm 75 %, add 25 %"))
+    assert first in text.partition("To change first: ")[2]
+    assert ("3 on d: 900.0 ms" in text) == (len(times) == 4)

@@ -15,12 +15,13 @@ from small_runs import mounted_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_volo.engine.log_point import log_own_times
-from horovod_volo.monitor.logger import AppendedFile
+from horovod_volo.monitor.charts import Board
+from horovod_volo.monitor.logger import EVALUATION, TRAIN, AppendedFile
 from horovod_volo.monitor.meters import OwnTime, StragglerFinder
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 
-TRAIN: dict[str, float | int] = {
+VALUES: dict[str, float | int] = {
     "epoch": 0,
     "images_seen": 64,
     "loss": 2.5,
@@ -33,7 +34,7 @@ SCORES: dict[str, float | int] = {"epoch": 0, "top1": 12.5, "images": 8}
 
 def train(logger: RunLogger, *steps: int, **changed: float) -> None:
     for step in steps:
-        logger.log_training(step, TRAIN | changed)
+        logger.log_training(step, VALUES | changed)
 
 
 def resumed(folder: Path, first_step: int) -> RunLogger:
@@ -66,8 +67,8 @@ def test_each_log_point_and_evaluation_is_one_json_line(tmp_path: Path) -> None:
     logger.log_evaluation(2, SCORES)
     found = metrics(tmp_path / "runs" / "one")  # before the logger is closed
     logger.close()
-    assert found == [{"step": 1, **TRAIN}, {"step": 2, **TRAIN}, {"step": 2, **SCORES}]
-    assert [list(record) for record in found[1:]] == [["step", *TRAIN], ["step", *SCORES]]
+    assert found == [{"step": 1, **VALUES}, {"step": 2, **VALUES}, {"step": 2, **SCORES}]
+    assert [list(record) for record in found[1:]] == [["step", *VALUES], ["step", *SCORES]]
 
 
 def test_events_can_be_read_back(tmp_path: Path) -> None:
@@ -219,3 +220,27 @@ def test_a_folder_that_was_removed_is_made_again(
     if comes_back:
         assert [record["step"] for record in metrics(folder)] == [2, 3]
         assert [step for step, _ in events(folder, "train/loss")] == [2, 3]
+
+
+POINT: dict[str, Any] = {"loss": 2.0, "token_loss": 0.0, "lr": 0.1, "bad_samples": 0, "skipped_steps": 0}
+SHOWN = {"loss": 2.0, "lr": 0.1}
+
+
+def test_what_says_nothing_is_left_out_until_it_does() -> None:
+    board = Board()
+    assert board.select(TRAIN, POINT) == SHOWN
+    assert board.select(TRAIN, POINT | {"bad_samples": 3})["bad_samples"] == 3
+    assert board.select(TRAIN, POINT) == SHOWN | {"bad_samples": 0}
+    shown = [board.select(EVALUATION, {"bad_samples": 0, "images": images}) for images in (9, 9, 8, 9)]
+    assert [point.get("images") for point in shown] == [None, None, 8, 9]
+    assert board.select(TRAIN, {"epoch": 1, "images_seen": 8, "data_wait": 0.1}) == {}
+
+
+def test_a_resumed_run_shows_what_it_showed() -> None:
+    earlier = [
+        {"step": 1, **POINT},
+        {"step": 2, **POINT, "bad_samples": 1},
+        {"step": 2, "images": 9, "top1": 1},
+    ]
+    assert "bad_samples" in Board(earlier).select(TRAIN, POINT)
+    assert "images" not in Board(earlier).select(EVALUATION, {"images": 9})
