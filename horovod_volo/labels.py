@@ -23,14 +23,14 @@ from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, flags_of, whole_number
 from horovod_volo.config.schema import setting_of_training
-from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
+from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error, refuse_mistakes
 from horovod_volo.monitor.progress import ThroughputLine
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.data.images.catalog import Catalog
 
-DONE, FAILED, MISTAKE = 0, 1, 2
+DONE, FAILED = 0, 1
 IMAGES = setting_of_training("data_dir", help="folder of the training images")
 
 # Each command imports its modules itself, so that --help answers at once.
@@ -47,11 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return run_on_ranks(partial(_generate, args), bind(args.binding), flags_of(args))
     commands = {"import": _import, "verify": _verify, "show": _show}
-    try:
-        return commands[args.command](args)
-    except UserError as problem:
-        print_error(f"error: {problem}")
-        return MISTAKE
+    return refuse_mistakes(commands[args.command])(args)
 
 
 def _import(args: argparse.Namespace) -> int:

@@ -89,12 +89,6 @@ def build_parser() -> Parser:
     return parser
 
 
-def published_defaults(flags: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the published defaults of the chosen model's family that differ from the schema's."""
-    model = flags.get("model", Model.model)
-    return next((own for family, own in FAMILIES.items() if model.startswith(family)), {})
-
-
 def parse(argv: list[str]) -> Request:
     """Parse a command line; `--help` and `--help-all` print and exit."""
     flags = vars(build_parser().parse_args(argv))
@@ -114,7 +108,8 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
     if chooses_model and "data_dir" in flags:
         flags.setdefault("name", Path(flags["data_dir"]).resolve().name)
         recipe = _settings_of_run(flags)
-    below = recipe or published_defaults(flags)
+    model = flags.get("model", Model.model)
+    below = recipe or next((own for family, own in FAMILIES.items() if model.startswith(family)), {})
     flags |= _fitted_schedule(flags, below)
     # resolved.toml states every setting: one that has its default value was not chosen.
     given = {**recipe, **flags}

@@ -6,10 +6,8 @@ each is spelled as documented, and finds what earlier ones wrote."""
 from __future__ import annotations
 
 import configparser
-import importlib.util
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -25,16 +23,6 @@ from safetensors.torch import load_file
 import horovod_volo.__main__ as console
 from tests.documents import ROOT, blocks, commands_in, text_of
 from tests.smoke.conftest import save_run, shell
-
-
-@pytest.mark.parametrize("name", list(console.COMMANDS))
-def test_a_command_is_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[tuple[str, list[str]]] = []
-    monkeypatch.setattr(runpy, "run_module", lambda module, **_: ran.append((module, sys.argv[1:])))
-    monkeypatch.setattr(sys, "argv", ["horovod-volo", name, "--help"])
-    assert console.main() == 0
-    assert ran == [(f"horovod_volo.{name}", ["--help"])]
-    assert importlib.util.find_spec(f"horovod_volo.{name}") is not None
 
 
 def test_the_list_of_commands_and_the_versions(
@@ -202,7 +190,7 @@ def test_the_documented_plugin_trains_is_evaluated_and_measured(demo_set: Path, 
 
 EXAMPLES = [block.code for block in blocks(text_of("docs/python.md")) if block.language == "python"]
 # Smaller images.
-SMALLER = {
+SMALLER_EXAMPLE = {
     "epochs=3": "epochs=1, img_size=32, batch_size=8",
     'recipe="demo"': 'recipe="demo", img_size=32',
     '"recipe": "demo"': '"recipe": "demo", "img_size": 32',
@@ -237,7 +225,7 @@ def test_an_example(
 ) -> None:
     assert len(EXAMPLES) == len(EXPECTED)
     (code,) = [code for code in EXAMPLES if part in code]
-    for large, small in SMALLER.items():
+    for large, small in SMALLER_EXAMPLE.items():
         code = code.replace(large, small)
     photo = sorted((demo_set / "val").rglob("*.jpg"))[0]
     code = code.replace("/path/to/images", str(demo_set)).replace("/path/to/photo.jpg", str(photo))

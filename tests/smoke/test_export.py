@@ -105,7 +105,7 @@ def test_different_logits_are_an_error_and_nothing_is_written(
 
 
 CLASSES = {"segmentation": 7, "detection": 6}
-NAMES = {task: [f"class of {number}" for number in range(count)] for task, count in CLASSES.items()}
+CLASS_NAMES = {task: [f"class of {number}" for number in range(count)] for task, count in CLASSES.items()}
 
 
 @pytest.fixture(scope="module", params=["segmentation", "detection"])
@@ -117,7 +117,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     network = dense_task(request.param).build(config, CLASSES[request.param]).module
     (folder / "checkpoints" / "last").mkdir(parents=True)
     weights = folder / "checkpoints" / "last" / "model.safetensors"
-    save_file(network.state_dict(), weights, metadata=header_of(NAMES[request.param]))
+    save_file(network.state_dict(), weights, metadata=header_of(CLASS_NAMES[request.param]))
     (folder / "resolved.toml").write_text(dump(config))
     return folder
 
@@ -136,7 +136,7 @@ def test_the_export_gives_what_an_evaluation_uses(trained: Path, exported: Path)
     task = trained.name
     about = json.loads((folder / "config.json").read_text())
     assert (about["task"], about["num_classes"], about["img_size"]) == (task, CLASSES[task], 64)
-    assert about["classes"] == NAMES[task]
+    assert about["classes"] == CLASS_NAMES[task]
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     images = fixed_images(3, 64)
     found = session.run(None, {"images": images.numpy()})
@@ -191,7 +191,7 @@ def test_an_image_size_makes_the_sides_fixed(trained: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("trained", ["segmentation"], indirect=True)
 def test_the_state_dict_names_the_classes_and_can_be_finetuned(trained: Path, exported: Path) -> None:
     file = exported / "model.pth"
-    meta, names = torch.load(file, weights_only=True)["meta"], NAMES["segmentation"]
+    meta, names = torch.load(file, weights_only=True)["meta"], CLASS_NAMES["segmentation"]
     assert list(meta["dataset_meta"]["classes"]) == list(meta["CLASSES"]) == list(meta["classes"]) == names
     assert meta["dataset_meta"]["palette"] == meta["PALETTE"] == class_colors()[:7].tolist()
     task = dense_task("segmentation")

@@ -5,13 +5,11 @@ pyproject.toml."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from horovod_volo import evaluate
 from tests.documents import ROOT
 from tests.smoke.conftest import HELD_OUT_IMAGES, run_in_one_process, save_run
 
@@ -89,19 +87,3 @@ def test_several_ranks_name_the_build_of_horovod(weights: str, demo_set: Path, t
     assert printed.count('Build it: pip install "$(horovod-volo build_horovod)".') == 1
     assert printed.endswith("status 2\n")
     assert "Traceback" not in printed
-
-
-def test_an_evaluation_by_pillow_is_that_by_dali(
-    weights: str, demo_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = {}
-    for decoder in ("dali", "pillow"):
-        file = tmp_path / f"{decoder}.json"
-        arguments = [str(demo_set), "--weights", weights, "--image-decoder", decoder, "--json", str(file)]
-        assert evaluate.main(arguments) == 0
-        found[decoder] = json.loads(file.read_text())
-        assert found[decoder]["image_decoder"] == decoder
-        message = "images read by Pillow (--image-decoder pillow)"
-        assert (message in capsys.readouterr().out) == (decoder == "pillow")
-    assert found["pillow"]["top1_right"] == found["dali"]["top1_right"]
-    assert found["pillow"]["loss"] == pytest.approx(found["dali"]["loss"], rel=1e-2)

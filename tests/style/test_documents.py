@@ -137,9 +137,8 @@ def test_quoted_messages_are_those_of_the_source() -> None:
 
 def rows(section: str) -> list[list[str]]:
     """Return the cells of the table of a section, without its head."""
-    text = re.split(rf"^## {re.escape(section)}$", text_of("docs/migration.md"), flags=re.M)[1].split(
-        "\n## "
-    )[0]
+    migration = text_of("docs/migration.md")
+    text = re.split(rf"^## {re.escape(section)}$", migration, flags=re.M)[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 

@@ -90,6 +90,7 @@ def test_a_wrong_loss_is_not_measured(
         ("loss --pairs 1", "at least 2"),
         ("loss --classes 4", "5 or more"),
         ("los", "Did you mean loss?"),
+        ("gpu d7 --out /dev/null/out", "The parts are ceilings, d1"),
         ("simulate --fabrics string", "a100-hdr"),
         ("simulate --models volo_demo", "volo_d1"),
     ],
@@ -151,16 +152,6 @@ def test_the_commands_of_the_plan_are_understood_and_every_part_takes_less_than_
     for lines in gpu.PARTS.values():
         assert sum(limit for limit, _ in lines) <= 480
         assert all(command_line.parse(words.split()) for _, words in lines)
-
-
-def test_without_a_gpu_nothing_is_done(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(UserError, match="PyTorch sees no GPU here"):
-        gpu.measure(parts=["d1"], out=str(tmp_path / "out"))
-    with pytest.raises(UserError, match=r"There is no part d7\. The parts are ceilings, d1"):
-        gpu.measure(parts=["d7"], out=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_ceilings_of_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:

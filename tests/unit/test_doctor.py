@@ -18,7 +18,6 @@ from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.cluster.world import World
 from horovod_volo.core import environment
-from horovod_volo.core.environment import code_hashes
 from horovod_volo.core.errors import UserError
 from horovod_volo.doctor import host
 from horovod_volo.doctor.between_ranks import assess_allreduce, check_shared_folder, compare
@@ -84,18 +83,15 @@ def finding_of(found: Finding | Iterable[Finding]) -> Finding:
     [
         (lambda: compare_mpi(OPEN_MPI, "mpirun (Open MPI) 4.0.2"), "ok", OPEN_MPI),
         (lambda: compare_mpi(OPEN_MPI, "mpirun (Open MPI) 5.0.1"), "warning", "4.1.4"),
-        (lambda: compare_mpi(OPEN_MPI, "HYDRA Version: 4.0.2"), "warning", "may not find each other"),
         (lambda: compare_mpi(OPEN_MPI, ""), "warning", "is not on PATH"),
         (lambda: compare_mpi("", "mpirun (Open MPI) 4.1.4"), "ok", "without MPI"),
         (lambda: assess_gpus(8, *CUDA_12, 8 * ["H100"]), "ok", "8 x H100, driver 550.54"),
         (lambda: assess_gpus(0, "", 0, "12.8", []), "ok", "compute on the CPU"),
-        (lambda: assess_gpus(0, *CUDA_12, ["A100"]), "ok", "1 x A100"),
         (lambda: assess_gpus(2, "", 0, "12.8", []), "failure", "no driver"),
         (lambda: assess_gpus(1, "550.54", 12040, "", []), "failure", "torch is built without CUDA"),
         (lambda: assess_gpus(1, "450.80", 11000, "12.8", []), "failure", "supports CUDA up to 11.0"),
         (lambda: assess_gpus(1, *CUDA_12, []), "failure", "torch sees none (CUDA_VISIBLE_DEVICES='')"),
         (lambda: assess_allreduce(0.004, 2.4e8, True, 0, ""), "ok", "4.0 ms for 4 bytes, 240 MB/s for 16"),
-        (lambda: assess_allreduce(0.004, 1.1e8, True, 1000, ""), "ok", "110 MB/s"),
         (lambda: assess_allreduce(0.004, 1.1e8, True, 100_000, ""), "warning", "at least 625 MB/s"),
         (lambda: assess_allreduce(0.004, 2.0e7, True, 0, ""), "warning", "at least 50 MB/s"),
         (lambda: assess_allreduce(0.031, 2.4e8, True, 0, ""), "warning", "at most 30 ms"),
@@ -107,7 +103,6 @@ def finding_of(found: Finding | Iterable[Finding]) -> Finding:
             "failure",
             "b is 2, on rank 0 3",
         ),
-        (lambda: compare({}, {"a": "1"}, "Do it."), "failure", "a is missing, on rank 0 1"),
         (lambda: compare(dict.fromkeys("abcde", "1"), {}, "Do it."), "failure", "; and 2 more"),
     ],
 )
@@ -229,14 +224,6 @@ def test_secrets_are_found_on_the_command_lines_of_horovodrun() -> None:
     for command in (["bash", "-c", local], ["/bin/sh", "-c", f"ssh b {shlex.quote(local)}"]):
         assert host.secret_names("\0".join(command).encode()) == set(SECRETS)
     assert host.secret_names(b"python\0--token\0API_KEY=5\0") == set()
-
-
-def test_code_and_recipes_are_hashed(tmp_path: Path) -> None:
-    write(tmp_path, {"a.py": "same", "deep/b.toml": "same", "deep/notes.txt": "same"})
-    before = code_hashes(tmp_path)
-    assert list(before) == ["a.py", "deep/b.toml"]
-    changed = code_hashes(write(tmp_path, {"deep/b.toml": "sane"}))
-    assert [changed[name] == before[name] for name in before] == [True, False]
 
 
 def test_the_check_of_a_folder_leaves_it_unchanged(tmp_path: Path) -> None:

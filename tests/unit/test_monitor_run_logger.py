@@ -61,37 +61,27 @@ def events(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in board.Scalars(name)]
 
 
-def test_each_log_point_and_evaluation_is_one_json_line(tmp_path: Path) -> None:
+def test_log_points_and_evaluations_are_lines_of_json_and_events(tmp_path: Path) -> None:
     logger = RunLogger(tmp_path / "runs" / "one", RunLength(0, 100, 10, 1))
     train(logger, 1, 2)
     logger.log_evaluation(2, SCORES)
-    found = metrics(tmp_path / "runs" / "one")  # before the logger is closed
+    # Before the logger is closed:
+    found, losses = metrics(tmp_path / "runs" / "one"), events(tmp_path / "runs" / "one", "train/loss")
     logger.close()
     assert found == [{"step": 1, **VALUES}, {"step": 2, **VALUES}, {"step": 2, **SCORES}]
     assert [list(record) for record in found[1:]] == [["step", *VALUES], ["step", *SCORES]]
-
-
-def test_events_can_be_read_back(tmp_path: Path) -> None:
-    logger = RunLogger(tmp_path, RunLength(0, 100, 10, 1))
-    train(logger, 1, 2, loss=0.5)
-    logger.log_evaluation(2, SCORES)
-    assert events(tmp_path, "train/loss") == [(1, 0.5), (2, 0.5)]  # before the logger is closed
-    logger.close()
-    assert events(tmp_path, "evaluation/top1") == [(2, 12.5)]
-    assert events(tmp_path, "train/top1") == []
-    for name in ("train/lr", "speed/images_per_second"):
-        assert [step for step, _ in events(tmp_path, name)] == [1, 2]
+    assert losses == [(1, 2.5), (2, 2.5)]
+    assert events(tmp_path / "runs" / "one", "evaluation/top1") == [(2, 12.5)]
+    assert events(tmp_path / "runs" / "one", "train/top1") == []
+    assert events(tmp_path / "runs" / "one", "speed/images_per_second") == [(1, 100.0), (2, 100.0)]
 
 
 def test_the_times_of_all_ranks_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = RunLogger(tmp_path, RunLength(0, 100, 10, 1))
     hosts = [f"node{rank // 8}" for rank in range(100)]
-    context = SimpleNamespace(
-        logger=logger,
-        progress=SimpleNamespace(stragglers=StragglerFinder(hosts)),
-        state=SimpleNamespace(step=5),
-        derived=SimpleNamespace(steps_per_epoch=100),
-    )
+    progress, state = SimpleNamespace(stragglers=StragglerFinder(hosts)), SimpleNamespace(step=5)
+    derived = SimpleNamespace(steps_per_epoch=100)
+    context = SimpleNamespace(logger=logger, progress=progress, state=state, derived=derived)
     append, written = AppendedFile.append, list[int]()
 
     def counted(file: AppendedFile, content: bytes) -> None:

@@ -68,7 +68,6 @@ def write_run(
     hosts: Sequence[str] = ("node1", "node1"),
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     starts: Sequence[Mapping[str, Any]] = (),
-    confusions: Mapping[str, Any] | None = None,
     last_line: str = "done: 30 steps; best weights in runs/a/checkpoints/best",
 ) -> Path:
     """Write a run folder and return it."""
@@ -92,8 +91,6 @@ def write_run(
     first = {"step": 0, "hosts": list(hosts), "steps_per_epoch": STEPS_PER_EPOCH, "ranks": len(hosts)}
     ledger = [first, *({**first, **start} for start in starts)]
     (folder / "ledger.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in ledger))
-    if confusions is not None:
-        (folder / "confusions.json").write_text(json.dumps(confusions))
     return folder
 
 
@@ -197,11 +194,12 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     row = {"name": evil, "images": 4, "right": 1, "mistaken_for": evil, "mistaken": 3, "wrong": [wrong]}
     folder = write_run(
         tmp_path / "<script>alert(2)<!--",
-        confusions={"step": 30, "top1": 1.0, "images": 4, "classes": 2, "image_list": "x", "worst": [row]},
         hosts=(evil,),
         settings={"data": {"data_dir": evil}, evil: {"key": evil}},
         records=[{**record, evil: record["step"]} for record in RECORDS],
     )
+    confusions = {"step": 30, "top1": 1.0, "images": 4, "classes": 2, "image_list": "x", "worst": [row]}
+    (folder / "confusions.json").write_text(json.dumps(confusions))
     page = page_of(folder)
     assert [tag for tag, _ in page.elements].count("script") == 1
     assert page.texts("h3") == [evil]
@@ -277,9 +275,7 @@ def test_the_metrics_of_other_tasks_are_shown(tmp_path: Path, metrics: dict[str,
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metrics.jsonl", "", "metrics.jsonl has no record. Wait"),
         ("metrics.jsonl", "[1]\nnull\n{'step'\n", "metrics.jsonl has no record. Wait"),
-        ("metrics.jsonl", None, "metrics.jsonl"),
         ("resolved.toml", None, "resolved.toml"),
         ("resolved.toml", '[model]\nmodel = "volo', "resolved.toml is damaged"),
         ("environment.json", '{"hosts": [', "environment.json is damaged"),
@@ -296,6 +292,10 @@ def test_a_damaged_folder_is_one_error(
         (folder / name).write_text(content)
     assert message in mistake(capsys, str(folder))
     assert not (folder / "report.html").exists()
+    assert "named twice" in mistake(capsys, str(folder), str(folder))
+    assert "--html" in mistake(
+        capsys, str(write_run(tmp_path / "b")), "--html", str(tmp_path / "no" / "page")
+    )
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -307,13 +307,6 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
     return printed.err
-
-
-def test_other_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(write_run(tmp_path / "a"))
-    assert f"there is no {tmp_path}/b" in mistake(capsys, str(tmp_path / "b"))
-    assert "named twice" in mistake(capsys, folder, folder)
-    assert "--html" in mistake(capsys, folder, "--html", str(tmp_path / "no" / "page.html"))
 
 
 def test_runs_of_other_versions_have_a_page(tmp_path: Path) -> None:
