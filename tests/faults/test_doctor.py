@@ -144,21 +144,6 @@ def test_a_size_that_horovod_does_not_report_is_a_failure(tmp_path):
     assert "only rank 0 of 2 reported" in result.output
 
 
-def test_another_package_called_apex_and_too_few_open_files_are_reported(tmp_path):
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text('"""A toolkit for the web."""\n')
-    result = examine(tmp_path, before="ulimit -n 64", PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
-    assert result.status == 1
-    assert result.failures() == {"open files"}
-    files = result.only("open files", "failure")
-    assert files["text"] == "at most 64, but a rank of 1 needs 132"
-    assert "ulimit -n 516" in files["remedy"]
-    apex = result.only("apex", "warning")
-    assert "is not NVIDIA's" in apex["text"]
-    assert "Uninstall it" in apex["remedy"]
-    assert result.output.index("FAILURE") < result.output.index("warning") < result.output.index("ok ")
-
-
 def test_differences_between_ranks_are_reported(tmp_path):
     """One byte of code, one variable of NCCL, and two folders that are not shared."""
     other = tmp_path / "other"

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import published_targets as published
 import pytest
 import torch
 from torch import nn
@@ -16,13 +15,9 @@ from torch import nn
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench import comparison, gpu, loader, loss, peers, reduce, step
 from horovod_volo.bench.comparison import WrongResultError
-from horovod_volo.bench.loss import PublishedLoss
-from horovod_volo.bench.synthetic import random_labels
 from horovod_volo.cluster.world import RankResources
-from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.registry import COMPILERS
-from horovod_volo.objective.mixing import Box
 
 CPU = torch.device("cpu")
 
@@ -33,37 +28,6 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "BLOCK_SECONDS", 0.01)
     resources = RankResources(device=CPU, threads=1, binding="test")
     monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
-
-
-def test_random_label_maps_are_well_formed() -> None:
-    labels = random_labels(3, 7, CPU, seed=4)
-    assert labels.maps is not None
-    assert (labels.maps.ids.sort(dim=1).values.diff(dim=1) > 0).all()  # the classes of a cell are distinct
-    assert int(labels.maps.ids.min()) >= 0
-    assert int(labels.maps.ids.max()) < 7
-    corners, extents = labels.maps.boxes.split(2, dim=1)
-    assert (corners >= 0).all()
-    assert (extents > 0).all()
-    assert (corners + extents <= 1).all()
-
-
-def test_the_peer_is_the_published_loss() -> None:
-    settings = Objective(token_label=True, token_label_data="maps", cls_weight=0.75, dense_weight=0.25)
-    labels = random_labels(4, 9, CPU, seed=1)
-    maps = (labels.maps.scores, labels.maps.ids, labels.maps.boxes)
-    box = Box(top=0, left=1, height=2, width=1, grid=3)
-    generator = torch.Generator().manual_seed(2)
-    class_logits = torch.randn(4, 9, generator=generator)
-    token_logits = torch.randn(4, 9, 9, generator=generator)
-    crop, tokens = (
-        published.smooth(published.batch_target(*maps, side, 9, "corrected"), settings.smoothing)
-        for side in (1, 3)
-    )
-    mixed = box.lam * crop.squeeze(1) + (1 - box.lam) * crop.squeeze(1).flip(0)
-    expected = 0.75 * published.cross_entropy(class_logits.double(), mixed)
-    expected += 0.25 * published.cross_entropy(token_logits.double(), tokens)
-    found = PublishedLoss(settings, 9, 3)(class_logits, token_logits, labels, box)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_wrong_loss_is_not_measured(
