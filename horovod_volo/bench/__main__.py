@@ -71,9 +71,7 @@ def main(arguments: list[str]) -> int:
     """Run one benchmark on this rank; return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         listed = [f"  {name:<14}{description}" for name, (_, description) in BENCHMARKS.items()]
-        print(
-            "\n".join(["usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip(), "", *listed])
-        )
+        print("usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip(), "", *listed, sep="\n")
         return 0
     before = os.getloadavg()[0]
     from horovod_volo.bench.results import append, lines, record_of
