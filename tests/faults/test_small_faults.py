@@ -1,6 +1,7 @@
 """A fault during training is reported once, by the rank on which it occurs, and ends the run quickly.
 
-Names with control characters are escaped in what is printed and logged."""
+Names with control characters are escaped in what is printed and logged.
+"""
 
 from __future__ import annotations
 

@@ -169,10 +169,9 @@ EXPECTED: list[tuple[str, dict[str, Any], dict[str, str], list[str]]] = [
 
 
 def arguments_of(command: str) -> list[str]:
-    arguments = shlex.split(command.replace("\\\n", " "))
-    launch = shlex.split("horovodrun -np 8 python -m horovod_volo.train")
-    assert arguments[: len(launch)] == launch
-    return arguments[len(launch) :]
+    launch = "horovodrun -np 8 python -m horovod_volo.train "
+    assert command.strip().startswith(launch)
+    return shlex.split(command.replace("\\\n", " ").partition(launch)[2])
 
 
 def parse_dry_run(text: str) -> tuple[dict[str, dict[str, Any]], dict[str, str], list[str]]:

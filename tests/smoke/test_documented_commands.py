@@ -1,7 +1,8 @@
 """The commands of README.md and of the guides, the documented plugin and the examples of docs/python.md run.
 
 They run in their order, on a few images and with small networks. What they compute is tested elsewhere; here
-each is spelled as documented, and finds what earlier ones wrote."""
+each is spelled as documented, and finds what earlier ones wrote.
+"""
 
 from __future__ import annotations
 

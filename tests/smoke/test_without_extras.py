@@ -1,14 +1,13 @@
 """Without the folders of extras, and without the packages that they need, the rest works and names them.
 
 That no extra needs another one, so that each can be deleted alone, is a contract of import-linter in
-pyproject.toml."""
+pyproject.toml.
+"""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-
-import pytest
 
 from tests.documents import ROOT
 from tests.smoke.conftest import HELD_OUT_IMAGES, run_in_one_process, save_run
@@ -43,15 +42,9 @@ READ_BY_PILLOW = "images read by Pillow (DALI is not installed)"
 BLOCKED = ("horovod", "nvidia.dali", "mpi4py", "onnxruntime", "matplotlib")
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory, demo_set: Path) -> str:
-    """Return a run folder with a network for the images."""
+def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
     names = sorted(path.name for path in (demo_set / "val").iterdir())
-    return str(save_run(tmp_path_factory.mktemp("run") / "run", names=names))
-
-
-def test_the_commands_of_one_rank(weights: str, demo_set: Path, tmp_path: Path) -> None:
-    held_out = next((demo_set / "val").rglob("*.jpg"))
+    weights, held_out = save_run(tmp_path / "weights", names=names), next((demo_set / "val").rglob("*.jpg"))
     train = f"train {demo_set} --model volo_demo --img-size 64 -b 16 --epochs 1 --name new"
     commands = {
         "train": train,
@@ -80,8 +73,8 @@ def test_the_commands_of_one_rank(weights: str, demo_set: Path, tmp_path: Path) 
     assert "<img" in (tmp_path / "runs/new/report.html").read_text()
 
 
-def test_several_ranks_name_the_build_of_horovod(weights: str, demo_set: Path, tmp_path: Path) -> None:
-    command = f"evaluate {demo_set} --weights {weights}"
+def test_several_ranks_name_the_build_of_horovod(demo_set: Path, tmp_path: Path) -> None:
+    command = f"evaluate {demo_set} --weights weights"
     launched = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
     printed = run_in_one_process(tmp_path, command, blocked=BLOCKED, **launched)[command]
     assert printed.count('Build it: pip install "$(horovod-volo build_horovod)".') == 1

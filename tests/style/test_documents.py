@@ -1,7 +1,8 @@
 """README.md and docs/: their commands are run and accepted, their files, links, messages and flags exist.
 
 A block of commands is run by the test of its document, which RUN_BY names, or the line before it says what it
-needs: `<!-- needs: a cluster -->`."""
+needs: `<!-- needs: a cluster -->`.
+"""
 
 from __future__ import annotations
 

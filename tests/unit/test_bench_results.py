@@ -1,12 +1,12 @@
 """The flags of benchmarks, the statistics of paired measurements, how results are kept, and the simulator.
 
-The simulator is tested against cases counted by hand, and against what must hold whatever the numbers are."""
+The simulator is tested against cases counted by hand, and against what must hold whatever the numbers are.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Sequence
 from math import comb
 from pathlib import Path
@@ -19,7 +19,6 @@ import torch
 
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench import comparison as module
-from horovod_volo.bench.__main__ import parse
 from horovod_volo.bench.comparison import PairedTimes, WrongResultError, alternate, assert_agree
 from horovod_volo.bench.results import (
     Figure,
@@ -67,13 +66,6 @@ def test_a_signature_declares_its_flags() -> None:
     found = vars(parser.parse_args(words))
     assert found == {"folder": "here", "sides": [1, 2], "against": [], "rate": 2.0, "compile": True}
     assert "sides in pixels (default: 8 16)" in " ".join(parser.format_help().split())
-
-
-def test_recorded_commands_are_understood() -> None:
-    """Those of documents are parsed by tests/style/test_documents.py."""
-    for record in read_records():
-        words = shlex.split(record["command"])
-        parse(words[words.index("horovod_volo.bench") + 1 :])
 
 
 CPU = torch.device("cpu")
