@@ -15,7 +15,6 @@ from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.validation import config_warnings
 from horovod_volo.train import main
 from tests.documents import ROOT, commands_in, text_of
-from tests.ranks.launching import train
 
 CLUSTER_TESTS = "".join(file.read_text() for file in sorted((ROOT / "tests/cluster").glob("test_*.py")))
 SCRIPT = re.compile(r"jobs/[\w.]+\.(?:sbatch|sh)")
@@ -174,20 +173,16 @@ def arguments_of(command: str) -> list[str]:
     return shlex.split(command.replace("\\\n", " ").partition(launch)[2])
 
 
-def parse_dry_run(text: str) -> tuple[dict[str, dict[str, Any]], dict[str, str], list[str]]:
+def dry_run(
+    command: str, streams: pytest.CaptureFixture[str], ranks: int = 8
+) -> tuple[dict[str, dict[str, Any]], dict[str, str], list[str]]:
     """Split the output of a dry run into settings by their groups, properties and warnings."""
-    lines = text.splitlines()
+    assert main([*arguments_of(command), "--dry-run", "--ranks", str(ranks)]) == 0
+    lines = streams.readouterr().out.splitlines()
     first_property = next(number for number, line in enumerate(lines) if line.startswith("     ranks  "))
     properties = [(line[:10].strip(), line[12:]) for line in lines[first_property:]]
     warnings = [text for name, text in properties if name == "warning"]
     return tomllib.loads("\n".join(lines[:first_property])), dict(properties), warnings
-
-
-def dry_run(
-    command: str, streams: pytest.CaptureFixture[str]
-) -> tuple[dict[str, dict[str, Any]], dict[str, str], list[str]]:
-    assert main([*arguments_of(command), "--dry-run", "--ranks", "8"]) == 0
-    return parse_dry_run(streams.readouterr().out)
 
 
 @pytest.mark.parametrize(("command", "settings", "properties", "warnings"), EXPECTED)
@@ -206,14 +201,15 @@ def test_a_published_command(
     assert any("(--lr 0.0016: not scaled)" in each for each in warned) == (command == LVVIT_TRANSFER)
 
 
-def test_under_a_launcher_one_rank_prints() -> None:
-    done = train(*arguments_of(LVVIT), "--dry-run", ranks=2, start_with="gloo")
-    assert done.returncode == 0, done.stdout
-    lines, begin = done.stdout.splitlines(), "[0]<stdout>:"
-    assert not any(line.startswith("[1]") for line in lines)
-    printed = "\n".join(line.removeprefix(begin) for line in lines if line.startswith(begin))
-    assert printed.count("     ranks  ") == 1
-    batch = parse_dry_run(printed)[1]["batch"]
+def test_under_a_launcher_one_rank_prints(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    assert main([*arguments_of(LVVIT), "--dry-run"]) == 0
+    assert capfd.readouterr().out == ""
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    batch = dry_run(LVVIT, capfd, 0)[1]["batch"]
     assert batch == "256 images per step = 2 ranks x 128 images x 1 micro-batches"
 
 

@@ -5,6 +5,7 @@ Without a mistake, a run says which network it chose, which images it held out a
 
 from __future__ import annotations
 
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -192,10 +193,6 @@ def test_a_run_logs_the_geometry_of_published_maps(
         result = run_here(str(demo_set), *SMALL, *paths, *flags, streams=capfd)
         assert result.status == STOPPED, result.output
         assert f"token labels from {maps} ({geometry})" in result.output
-        warnings = [
-            line
-            for line in result.output.splitlines()
-            if line.startswith("   warning  ") and "label map" in line
-        ]
+        warnings = re.findall(r"^   warning  .*label map.*$", result.output, re.MULTILINE)
         assert len(warnings) == (not flags)
         assert all("State it with --map-geometry" in line for line in warnings)
