@@ -73,14 +73,11 @@ def build_parser() -> Parser:
         description="Train VOLO on a folder of images, with one process per GPU.",
         add_help=False,
     )
-    parser.add_argument("-h", "--help", nargs=0, action=_ShortHelp, help="print the usual flags and examples")
-    parser.add_argument("--help-all", action="help", help="print all flags")
-    parser.add_argument(
-        "--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print settings, batch, steps, memory and traffic, and stop"
-    )
+    add = parser.add_argument
+    add("-h", "--help", nargs=0, action=_ShortHelp, help="print the usual flags and examples")
+    add("--help-all", action="help", help="print all flags")
+    add("--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}")
+    add("--dry-run", action="store_true", help="print settings, batch, steps, memory and traffic, and stop")
     ranks = "number of ranks to assume with --dry-run; 0: those that the launcher started"
     add_flags(parser, Setting(name="ranks", kind=int, default=0, at_least=1, help=ranks))
     sections = {name: parser.add_argument_group(table.__doc__) for name, table in group_types().items()}
