@@ -23,7 +23,7 @@ from horovod_volo.core.names import Registry
 # Defaults of a family whose published main.py differs from VOLO's, which the schema follows. They apply
 # without a recipe only; tests/published/test_defaults.py compares both, docs/training.md lists deviations.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "lvvit_": {"batch_size": 32, "warmup_epochs": 5, "dense_weight": 1.0}
+    "lvvit_": {"batch_size": 32, "warmup_epochs": 5, "dense_weight": 1.0},
 }
 
 

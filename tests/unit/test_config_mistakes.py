@@ -45,7 +45,6 @@ MISTAKES = [
     ("--precision f16", "--precision takes fp32 or tf32 or bf16 or fp16", "Did you mean fp16?"),
     ("--batch-size 0", "--batch-size", "at least 1"),
     ("--drop-path 1", "--drop-path", "below 1"),
-    ("--hflip 1.5", "--hflip", "at most 1"),
     ("--lr nan", "--lr takes a finite number"),
     ("--ratio 0.5 inf", "--ratio takes two numbers"),
     ("--scale 0.5 0.2", "--scale", "ascending order", "0.5 0.2"),
@@ -103,9 +102,7 @@ def test_the_edge_of_a_rule_is_allowed(argv: str) -> None:
     [
         ('[update]\nepochs = "ten"', "update.epochs takes a whole number, not 'ten'."),
         ("[update]\nepochs = true", "update.epochs takes a whole number, not True."),
-        ("[update]\nlr = true", "update.lr takes a number, not True."),
         ("[objective]\ntoken_label = 1", "objective.token_label takes true or false, not 1."),
-        ("[data]\ndata_dir = 3", "data.data_dir takes text, not 3."),
         ("[data]\nscale = 0.5", "data.scale takes two numbers"),
         ("[data]\nscale = [0.1, true]", "data.scale takes two numbers"),
         ("[exchange]\nprecision = 16", "exchange.precision takes fp32 or tf32 or bf16 or fp16, not 16."),
@@ -115,7 +112,6 @@ def test_the_edge_of_a_rule_is_allowed(argv: str) -> None:
         ("[update\n", "is not valid TOML"),
         ('[run]\nname = "\udcff"\n', "is not valid TOML"),
         ("[published]\ntop = 84.2", "[published] takes top1, a number"),
-        ('[published]\nneeds = "finetune"', "needs, names of settings"),
         ('[published]\nneeds = ["finetuning"]', "needs, names of settings"),
     ],
 )

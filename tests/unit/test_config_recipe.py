@@ -152,7 +152,6 @@ def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(
         (["--apex-amp"], "precision", "fp16"),
         (["--amp"], "precision", "fp16"),
         (["-b", "44"], "batch_size", 44),
-        (["-j", "3"], "workers", 3),
         (["--learning-rate", "1e-3"], "lr", 1e-3),
         (["--lr", "1.0e-4"], "lr", 1e-4),
         (["--no-mix-token"], "mix_token", False),

@@ -161,7 +161,6 @@ GROUP = "sys/fs/cgroup"
             2_000_000,
         ),
     ],
-    ids=["none", "version 2", "version 1"],
 )
 def test_memory_is_limited_by_control_groups(files: dict[str, str], free: int, tmp_path: Path) -> None:
     assert host.free_memory(write(tmp_path, MEMINFO | files)) == free
@@ -194,7 +193,6 @@ def test_whether_network_cards_reach_the_memory_of_gpus(file: str, text: str, le
         ({"HOROVOD_WITHOUT_MPI": "1"}, "No g++ found"),
         ({"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_GPU_OPERATIONS": "NCCL"}, "is a CPU build"),
     ],
-    ids=["no PyTorch", "no MPI", "no compiler", "no CUDA"],
 )
 def test_the_build_of_horovod_names_what_is_missing(variables: dict, message: str, tmp_path: Path) -> None:
     """PATH has a Python with a CPU build of PyTorch, and nothing that builds."""

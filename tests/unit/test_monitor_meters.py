@@ -30,6 +30,19 @@ EVEN = [OwnTime(0.100), OwnTime(0.104), OwnTime(0.097)]
 SLOW = [OwnTime(0.100), OwnTime(0.151, 0.05), OwnTime(0.097)]
 
 
+class FakeClock:
+    """A clock that the test sets."""
+
+    now = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    return clock
+
+
 class WaitedSeconds:
     """Returns the seconds waited for data since the start of the run."""
 
@@ -72,31 +85,27 @@ def test_adding_does_not_keep_the_graph_alive() -> None:
     assert not any(value.requires_grad for value in kept)
 
 
-def test_timers_count_from_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_timers_count_from_the_reset(clock: FakeClock) -> None:
     waiting = WaitedSeconds()
     losses = LossMeter(("total",), CPU, waiting)
-    now[0] += 4
+    clock.now += 4
     waiting.seconds += 1.5
     assert (losses.seconds, losses.data_wait_seconds) == (4.0, 1.5)
     losses.reset()
     assert (losses.seconds, losses.data_wait_seconds) == (0.0, 0.0)
 
 
-def test_the_parts_of_a_step_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, phases = [100.0], list[str]()
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    timer = StepTimer(CPU)
+def test_the_parts_of_a_step_are_measured(clock: FakeClock) -> None:
+    timer, phases = StepTimer(CPU), list[str]()
     timer.on_phase = phases.append
     assert timer.seconds_per_step() == 0.0
     for _ in range(2):
         timer.begin()
-        now[0] += 2
+        clock.now += 2
         timer.end()
-        now[0] += 5  # waits for others
+        clock.now += 5  # waits for others
         timer.exchanged()
-        now[0] += 1
+        clock.now += 1
     assert (timer.seconds_per_step(), timer.exchange_seconds()) == (2.0, 10.0)
     assert phases == 2 * ["forward and backward", "exchange", "update"]
     timer.reset()
@@ -160,19 +169,6 @@ VALUES: dict[str, float | int] = {
     "data_wait": 0.127,
 }
 LOGGED = "loss 2.346  lr 1.58e-03  437 images/s  data wait 13 %"
-
-
-class FakeClock:
-    """A clock that the test sets."""
-
-    now = 1000.0
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    clock = FakeClock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    return clock
 
 
 def train(progress: TrainingProgress, clock: FakeClock, steps: range, seconds: float) -> list[str]:
