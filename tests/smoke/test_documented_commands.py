@@ -51,10 +51,10 @@ def test_timm_is_importable_in_the_environment_of_tools_setup() -> None:
 
 
 SHORT = "--model volo_demo --epochs 1 --warmup-epochs 0 --cooldown-epochs 0 --drop-path 0 --log-every 1"
-# The last test runs the demo; tests/faults/test_doctor.py runs the doctor.
+# A test below runs the demo, and tests/faults/test_doctor.py the doctor; how a checkout is set up and tested
+# shows at once, and so does whether TensorBoard starts.
 ELSEWHERE = {"./tools/setup", "source tools/activate", "./tools/demo", "./tools/test"}
 ELSEWHERE |= {"tensorboard --logdir runs", "horovodrun -np 2 python -m horovod_volo.doctor"}
-
 
 SCRIPTS = ("pack", "labels", "export")
 # What makes the commands small. Flags of a command come later and win.
