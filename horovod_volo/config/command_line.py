@@ -106,7 +106,8 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
         flags.setdefault("name", Path(flags["data_dir"]).resolve().name)
         recipe = _settings_of_run(flags)
     model = flags.get("model", Model.model)
-    below = recipe or next((own for family, own in FAMILIES.items() if model.startswith(family)), {})
+    of_family = (own for family, own in FAMILIES.items() if model.startswith(family))
+    below: Mapping[str, Any] = recipe or next(of_family, {})
     flags |= _fitted_schedule(flags, below)
     # resolved.toml states every setting: one that has its default value was not chosen.
     given = {**recipe, **flags}
