@@ -107,7 +107,8 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
         recipe = _settings_of_run(flags)
     model = flags.get("model", Model.model)
     of_family = (own for family, own in FAMILIES.items() if model.startswith(family))
-    below: Mapping[str, Any] = recipe or next(of_family, {})
+    published: Mapping[str, Any] = next(of_family, {})
+    below = recipe or published
     flags |= _fitted_schedule(flags, below)
     # resolved.toml states every setting: one that has its default value was not chosen.
     given = {**recipe, **flags}
