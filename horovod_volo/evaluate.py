@@ -130,7 +130,6 @@ def build_parser() -> Parser:
     add("--real", default="", metavar="FILE", help="also compute ImageNet-ReaL accuracy from its real.json")
     worst = f"list the N classes of lowest accuracy, or 'all'; no number: {WORST_CLASSES} (default: none)"
     add("--per-class", type=_class_count, nargs="?", const=WORST_CLASSES, default=0, metavar="N", help=worst)
-    _add_scene_flags(parser)
     add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")
     catalog = "folder for the list of images, seen by all hosts; empty: runs/catalogs, where several ranks "
     add_flags(
@@ -140,17 +139,13 @@ def build_parser() -> Parser:
         setting_of_training("cache_dir"),
         setting_of_training("cache_gib"),
     )
-    return parser
-
-
-def _add_scene_flags(parser: Parser) -> None:
-    scenes = parser.add_argument_group("segmentation and detection")
-    add = scenes.add_argument
+    add = parser.add_argument_group("segmentation and detection").add_argument
     factors = "factors of the run's --scene-size, whose probabilities are averaged (default: 1)"
     add("--scales", type=float, nargs="+", default=[1.0], metavar="X", help=factors)
     add("--flip", action="store_true", help="average with the prediction of mirrored images")
     predictions = "write predicted classes as PNG, or boxes as JSON"
     add("--predictions", default="", metavar="FOLDER", help=predictions)
+    return parser
 
 
 def _class_count(text: str) -> int:

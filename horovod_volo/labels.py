@@ -23,14 +23,14 @@ from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, flags_of, whole_number
 from horovod_volo.config.schema import setting_of_training
-from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
+from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error, refuse_mistakes
 from horovod_volo.monitor.progress import ThroughputLine
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.data.images.catalog import Catalog
 
-DONE, FAILED, MISTAKE = 0, 1, 2
+DONE, FAILED = 0, 1
 IMAGES = setting_of_training("data_dir", help="folder of the training images")
 
 # Each command imports its modules itself, so that --help answers at once.
@@ -47,11 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return run_on_ranks(partial(_generate, args), bind(args.binding), flags_of(args))
     commands = {"import": _import, "verify": _verify, "show": _show}
-    try:
-        return commands[args.command](args)
-    except UserError as problem:
-        print_error(f"error: {problem}")
-        return MISTAKE
+    return refuse_mistakes(commands[args.command])(args)
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -127,8 +123,15 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_import(commands.add_parser("import", help="pack published maps, CLASS/IMAGE.pt, into a store"))
     _add_generate(commands.add_parser("generate", help="label the training images with a teacher"))
-    _add_verify(commands.add_parser("verify", help="check a store for damage, and its labels against images"))
-    _add_show(commands.add_parser("show", help="draw one image with the labels of its cells"))
+    verify = commands.add_parser("verify", help="check a store for damage, and its labels against images")
+    verify.add_argument("store", type=Path, metavar="STORE", help="label store")
+    data = "compare with its training images (default: verify the store alone)"
+    verify.add_argument("--data", default="", metavar="DATA_DIR", help=data)
+    show = commands.add_parser("show", help="draw one image with the labels of its cells")
+    show.add_argument("store", metavar="STORE", help="store, or folder with CLASS/IMAGE.pt")
+    add_flags(show, IMAGES)
+    show.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or the image's index")
+    show.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
     return parser
 
 
@@ -174,19 +177,6 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         setting_of_training("batch_size", help="images per rank and forward pass"),
         setting_of_training("binding"),
     )
-
-
-def _add_verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", type=Path, metavar="STORE", help="label store")
-    data = "compare with its training images (default: verify the store alone)"
-    parser.add_argument("--data", default="", metavar="DATA_DIR", help=data)
-
-
-def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", metavar="STORE", help="store, or folder with CLASS/IMAGE.pt")
-    add_flags(parser, IMAGES)
-    parser.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or the image's index")
-    parser.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
 
 
 if __name__ == "__main__":

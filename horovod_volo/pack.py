@@ -89,7 +89,8 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
 
     masks, left_out = "images with masks", list[str]()
     sizes = {"shard_images": args.shard_images, "shard_bytes": args.shard_size_mb * _MB}
-    common: dict[str, Any] = {"workers": workers, "progress": _progress}
+    common: dict[str, Any] = {"workers": workers}
+    common["progress"] = lambda split: ThroughputLine(f"images of {split}")
     try:
         if PACKERS.has_extra(masks) and not args.records and PACKERS.find(masks).fits(data_dir):
             if args.resize:
@@ -106,10 +107,6 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
     if left_out:
         print(f"{len(left_out)} images were left out", file=sys.stderr)
     return DAMAGED if left_out and args.bad_samples == "fail" else DONE
-
-
-def _progress(split: str) -> ThroughputLine:
-    return ThroughputLine(f"images of {split}")
 
 
 def _publish_catalogs(folder: Path) -> None:

@@ -70,7 +70,8 @@ def parse(arguments: list[str]) -> tuple[Callable[..., Result | str], dict[str, 
 def main(arguments: list[str]) -> int:
     """Run one benchmark on this rank; return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_overview())
+        listed = [f"  {name:<14}{description}" for name, (_, description) in BENCHMARKS.items()]
+        print("usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip(), "", *listed, sep="\n")
         return 0
     before = os.getloadavg()[0]
     from horovod_volo.bench.results import append, lines, record_of
@@ -93,12 +94,6 @@ def main(arguments: list[str]) -> int:
         print_error(f"error: {problem}")
         return 2
     return 0
-
-
-def _overview() -> str:
-    rows = ["usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip(), ""]
-    rows += [f"  {name:<14}{description}" for name, (_, description) in BENCHMARKS.items()]
-    return "\n".join(rows)
 
 
 def _command(arguments: list[str]) -> str:

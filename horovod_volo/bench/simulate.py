@@ -100,8 +100,7 @@ def measure(
     models: Annotated[Sequence[PredictedModel], Flag("models whose step time is known")] = MODELS,
     fabrics: Annotated[Sequence[FabricName], Flag("what connects the GPUs")] = tuple(FABRICS),
     ranks: Annotated[
-        Sequence[int],
-        Flag("numbers of GPUs", read=whole_number(2, because=": one rank exchanges nothing")),
+        Sequence[int], Flag("numbers of GPUs", read=whole_number(2, because=": one rank exchanges nothing"))
     ] = (8, 40, 256, 1024, 10_000),
     img_size: Annotated[int, Flag("side of the images of the measured backward, in pixels")] = 112,
     negotiation_us: Annotated[

@@ -73,26 +73,17 @@ def build_parser() -> Parser:
         description="Train VOLO on a folder of images, with one process per GPU.",
         add_help=False,
     )
-    parser.add_argument("-h", "--help", nargs=0, action=_ShortHelp, help="print the usual flags and examples")
-    parser.add_argument("--help-all", action="help", help="print all flags")
-    parser.add_argument(
-        "--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print settings, batch, steps, memory and traffic, and stop"
-    )
+    add = parser.add_argument
+    add("-h", "--help", nargs=0, action=_ShortHelp, help="print the usual flags and examples")
+    add("--help-all", action="help", help="print all flags")
+    add("--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}")
+    add("--dry-run", action="store_true", help="print settings, batch, steps, memory and traffic, and stop")
     ranks = "number of ranks to assume with --dry-run; 0: those that the launcher started"
     add_flags(parser, Setting(name="ranks", kind=int, default=0, at_least=1, help=ranks))
     sections = {name: parser.add_argument_group(table.__doc__) for name, table in group_types().items()}
     for setting in all_settings():
         add_flag(sections[setting.group], setting, required=False)
     return parser
-
-
-def published_defaults(flags: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the published defaults of the chosen model's family that differ from the schema's."""
-    model = flags.get("model", Model.model)
-    return next((own for family, own in FAMILIES.items() if model.startswith(family)), {})
 
 
 def parse(argv: list[str]) -> Request:
@@ -114,7 +105,10 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
     if chooses_model and "data_dir" in flags:
         flags.setdefault("name", Path(flags["data_dir"]).resolve().name)
         recipe = _settings_of_run(flags)
-    below = recipe or published_defaults(flags)
+    model = flags.get("model", Model.model)
+    of_family = (own for family, own in FAMILIES.items() if model.startswith(family))
+    published: Mapping[str, Any] = next(of_family, {})
+    below = recipe or published
     flags |= _fitted_schedule(flags, below)
     # resolved.toml states every setting: one that has its default value was not chosen.
     given = {**recipe, **flags}

@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from horovod_volo.config.setting import (
-    BelowOne,
-    Count,
-    CountOrZero,
-    Fraction,
-    NonNegative,
-    Range,
-    setting,
-)
+from horovod_volo.config.setting import BelowOne, Count, CountOrZero, Fraction, NonNegative, Range, setting
 
 
 def _classification(default: Any, help: str, *idle: str, **declared: Any) -> Any:

@@ -27,11 +27,7 @@ _PACKAGES = (
 
 def collect_environment() -> dict[str, Any]:
     """Return the versions that another run needs to repeat this one."""
-    return {
-        "python": platform.python_version(),
-        "packages": package_versions(),
-        "commit": code_commit(),
-    }
+    return {"python": platform.python_version(), "packages": package_versions(), "commit": code_commit()}
 
 
 def package_versions() -> dict[str, str]:

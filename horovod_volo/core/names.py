@@ -21,10 +21,7 @@ Entry = TypeVar("Entry")
 
 # By the kind of a registry and the name of an entry.
 EXTRAS: dict[str, dict[str, str]] = {
-    "task": {
-        "segmentation": "horovod_volo.dense.segmentation",
-        "detection": "horovod_volo.dense.detection",
-    },
+    "task": {"segmentation": "horovod_volo.dense.segmentation", "detection": "horovod_volo.dense.detection"},
     "evaluation": {
         "classification": "horovod_volo.evaluation.accuracy",
         **dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.trained"),

@@ -127,25 +127,14 @@ def _publish(report: dict[str, Any], json_file: str) -> int:
 def build_parser() -> Parser:
     """Build the command line."""
     parser = Parser(prog="horovodrun -np RANKS python -m horovod_volo.doctor", description=__doc__)
-    parser.add_argument(
-        "--shared",
-        default="runs",
-        metavar="DIR",
-        help="folder of results, which all ranks must share: --output of training (%(default)s)",
-    )
+    add = parser.add_argument
+    shared = "folder of results, which all ranks must share: --output of training (%(default)s)"
+    add("--shared", default="runs", metavar="DIR", help=shared)
     add_flags(parser, setting_of_training("binding"))
-    parser.add_argument(
-        "--ledger",
-        default="",
-        metavar="RUN",
-        help="check only the ledger of this run folder: every image of an epoch was taken exactly once",
-    )
-    parser.add_argument(
-        "--json",
-        default="",
-        metavar="FILE",
-        help="write the report as JSON to FILE; - prints it instead of text",
-    )
+    ledger = "check only the ledger of this run folder: every image of an epoch was taken exactly once"
+    add("--ledger", default="", metavar="RUN", help=ledger)
+    json_file = "write the report as JSON to FILE; - prints it instead of text"
+    add("--json", default="", metavar="FILE", help=json_file)
     return parser
 
 

@@ -51,7 +51,7 @@ def picture(step: int, tag: str, encoded: Picture) -> bytes:
     """Return a picture."""
     png, width, height = encoded
     image = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
-    return _summary(step, tag=tag, image=image)
+    return _event(step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
 
 
 def session_hparams(step: int, values: Mapping[str, HparamValue], metrics: Sequence[str]) -> bytes:
@@ -68,10 +68,6 @@ def session_end(step: int) -> bytes:
 def layout(step: int, charts: Layout) -> bytes:
     """Return the charts of the tab of custom scalars."""
     return _event(step, summary=summary.custom_scalars(charts))  # type: ignore[no-untyped-call]
-
-
-def _summary(step: int, **content: Any) -> bytes:
-    return _event(step, summary=Summary(value=[Summary.Value(**content)]))
 
 
 def _event(step: int, **content: Any) -> bytes:

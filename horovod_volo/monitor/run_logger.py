@@ -31,8 +31,6 @@ from horovod_volo.monitor.logger import (
 )
 from horovod_volo.monitor.progress import RunLength, TrainingProgress
 
-_FORMER_FOLDER = "tensorboard"  # where earlier versions had the events
-
 
 class RunLogger(Logger):
     """Logger of rank 0: appends to the files of a run folder after the first step of `length`.
@@ -54,7 +52,6 @@ class RunLogger(Logger):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._may_write = folder, may_write
         drop_records_after(folder / METRICS, length.first_step)
-        _adopt_earlier_events(folder)
         earlier = read_metrics(folder / METRICS)
         self._board = Board(earlier)
         self._metrics = AppendedFile(folder / METRICS)
@@ -154,12 +151,3 @@ class RunLogger(Logger):
 def _event_file(folder: Path) -> Path:
     """Return the path of a new file of events."""
     return folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-
-
-def _adopt_earlier_events(folder: Path) -> None:
-    """Move the events that an earlier version wrote elsewhere, so that a resumed run is not shown twice."""
-    former = folder / _FORMER_FOLDER
-    for file in former.glob("events.out.tfevents.*"):
-        file.replace(folder / file.name)
-    if former.is_dir() and not any(former.iterdir()):
-        former.rmdir()

@@ -115,15 +115,6 @@ def test_a_horovod_without_pytorch_is_reported(tmp_path, horovod_without_pytorch
     assert "horovod-volo build_horovod" in found["remedy"]
 
 
-def test_ranks_that_cannot_connect_report_separately(tmp_path, horovod_without_pytorch):
-    result = examine(tmp_path, ranks=2, start_with="mpi", PYTHONPATH=horovod_without_pytorch)
-    assert result.status == 1
-    assert result.failures() == {"ranks", "horovod"}
-    assert result.only("horovod", "failure")["ranks"] == [0]
-    assert result.of("/dev/shm")[0]["level"] == "ok"
-    assert result.output.count(WITHOUT_PYTORCH) == 1
-
-
 def test_rank_0_reports_that_another_rank_has_failed(tmp_path, horovod_without_pytorch):
     broken = f'if [ "$RANK" = 1 ]; then export PYTHONPATH={horovod_without_pytorch}; fi'
     began = time.monotonic()
@@ -151,21 +142,6 @@ def test_a_size_that_horovod_does_not_report_is_a_failure(tmp_path):
     assert "horovodrun --gloo" in found["remedy"]
     assert result.failures() == {"ranks"}
     assert "only rank 0 of 2 reported" in result.output
-
-
-def test_another_package_called_apex_and_too_few_open_files_are_reported(tmp_path):
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text('"""A toolkit for the web."""\n')
-    result = examine(tmp_path, before="ulimit -n 64", PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
-    assert result.status == 1
-    assert result.failures() == {"open files"}
-    files = result.only("open files", "failure")
-    assert files["text"] == "at most 64, but a rank of 1 needs 132"
-    assert "ulimit -n 516" in files["remedy"]
-    apex = result.only("apex", "warning")
-    assert "is not NVIDIA's" in apex["text"]
-    assert "Uninstall it" in apex["remedy"]
-    assert result.output.index("FAILURE") < result.output.index("warning") < result.output.index("ok ")
 
 
 def test_differences_between_ranks_are_reported(tmp_path):

@@ -42,7 +42,16 @@ def images(demo_images) -> Path:
 
 def test_a_killed_rank_is_replaced_and_a_removed_host_is_left(images, tmp_path):
     """It stops early: so small a learning rate changes no prediction, and the first evaluation is best."""
-    still = ("--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0", "--freeze", "patch_embed,network.0,head")
+    still = (
+        "--lr",
+        "1e-12",
+        "--min-lr",
+        "0",
+        "--warmup-epochs",
+        "0",
+        "--freeze",
+        "patch_embed,network.0,head",
+    )
     flags = ("--global-batch", "10", "--epochs", "120", "--eval-every", "20", "--early-stop", "3", *still)
     with on_this_machine(tmp_path, images, HOSTS, *flags) as trial:
         trial.train_on(2)

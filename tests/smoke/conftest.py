@@ -7,8 +7,8 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,18 +25,12 @@ from tests.ranks.launching import run, train
 TRAIN_IMAGES, HELD_OUT_IMAGES = 40, 20
 
 
-@dataclass(frozen=True)
-class EntryResult:
+class EntryResult(NamedTuple):
     """Exit status, output and CPU time of a run of the trainer."""
 
     status: int
     output: str  # of standard output and standard error
     cpu_seconds: float  # of the run alone
-
-    @property
-    def lines(self) -> list[str]:
-        """The lines of the output."""
-        return self.output.splitlines()
 
 
 def run_entry(*arguments: str) -> EntryResult:

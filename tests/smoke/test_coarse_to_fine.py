@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.ranks.forking import path_of_forks
 from tests.ranks.launching import environment, run
+from tests.runs import assert_same_tensors
 
 SCRIPT = str(Path(__file__).parents[2] / "jobs" / "coarse_to_fine")
 STOPPED = 75
@@ -47,12 +48,8 @@ def files_under(folder: Path) -> dict[str, int]:
 
 
 def assert_same_weights(first: Path, second: Path, stage: str) -> None:
-    weights = [
-        load_file(output / "chain" / stage / "checkpoints" / "last" / "model.safetensors")
-        for output in (first, second)
-    ]
-    assert weights[0].keys() == weights[1].keys()
-    assert [name for name in weights[0] if not weights[0][name].equal(weights[1][name])] == []
+    weights = Path("chain", stage, "checkpoints/last/model.safetensors")
+    assert_same_tensors(load_file(first / weights), load_file(second / weights))
 
 
 @pytest.fixture(scope="module")

@@ -1,34 +1,77 @@
-"""The commands of README.md and of the guides run in their order, on a few images and with small networks.
+"""The commands of README.md and of the guides, the documented plugin and the examples of docs/python.md run.
 
-What they compute is tested elsewhere; here each is spelled as documented, and finds what earlier ones wrote.
+They run in their order, on a few images and with small networks. What they compute is tested elsewhere; here
+each is spelled as documented, and finds what earlier ones wrote.
 """
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import json
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import tomllib
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import shtab
 import torch
 from safetensors.torch import load_file
 
+import horovod_volo.__main__ as console
 from tests.documents import ROOT, blocks, commands_in, text_of
 from tests.ranks.launching import environment
 from tests.smoke.conftest import save_run, shell
 
+
+def test_the_list_of_commands_and_the_versions(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed(*arguments: str, status: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["horovod-volo", *arguments])
+        assert console.main() == status
+        return "".join(capsys.readouterr())
+
+    listed = printed()
+    assert all(f"  {name}" in listed for name in console.COMMANDS)
+    assert "Did you mean evaluate?" in printed("evalute", status=2)
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    assert printed("--version") == f"horovod_volo {settings['metadata']['version']}\n"
+    module, _, function = settings["options.entry_points"]["console_scripts"].partition("=")[2].partition(":")
+    assert (module.strip(), function) == (console.__spec__.name, "main")
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"), [("ev", "evaluate"), ("train --ep", "--epochs"), ("labels gen", "generate")]
+)
+def test_bash_completes_commands_and_flags(line: str, offered: str) -> None:
+    ask = f'words=(horovod-volo {line}); COMP_WORDS=("${{words[@]}}"); COMP_CWORD=$((${{#words[@]}} - 1))'
+    completion = shtab.complete(console.build_parser(), "bash")
+    program = f"{completion}\n{ask}; _shtab_horovod_volo; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [offered]
+
+
+def test_timm_is_importable_in_the_environment_of_tools_setup() -> None:
+    """Without this package, also where torch is a CPU build; tools/setup declares torchvision's operators."""
+    done = subprocess.run([sys.executable, "-c", "import timm"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 SHORT = "--model volo_demo --epochs 1 --warmup-epochs 0 --cooldown-epochs 0 --drop-path 0 --log-every 1"
-# The last tests run these, but for the doctor, which tests/faults/test_doctor.py runs.
+# A test below runs the demo and TensorBoard, and tests/faults/test_doctor.py the doctor; how a checkout is set
+# up and tested shows at once.
 ELSEWHERE = {"./tools/setup", "source tools/activate", "./tools/demo", "./tools/test"}
 ELSEWHERE |= {"tensorboard --logdir runs", "horovodrun -np 2 python -m horovod_volo.doctor"}
-
 
 SCRIPTS = ("pack", "labels", "export")
 # What makes the commands small. Flags of a command come later and win.
@@ -123,9 +166,6 @@ def test_a_script_of_tools_starts_its_command(name: str) -> None:
     assert done.stdout.startswith(f"usage: tools/{name} ")
 
 
-# The commands that install, of README.md
-
-
 def test_tools_demo_trains_and_tensorboard_shows_the_run(request: pytest.FixtureRequest) -> None:
     """Trains two of the demo's epochs, with --long all of them, in a run folder of its own."""
     flags, least = ("", 90.0) if request.config.getoption("--long") else (" --epochs 2", 35.0)
@@ -160,7 +200,78 @@ def tags_of_server(logdir: Path, run: str) -> set[str]:
     raise AssertionError("TensorBoard did not show the run")
 
 
-def test_tools_test_checks_the_code_and_runs_tests() -> None:
-    assert re.search(
-        r"\d+ passed", shell("./tools/test -q tests/unit/test_config_derived.py", ROOT, seconds=600)
-    )
+PLUGIN = "--plugin my_package.my_module"
+CHOSEN = f"{PLUGIN} --model tiny_conv --loss focal --opt signum --sched square --aa mine-m9-n2"
+
+
+def test_the_documented_plugin_trains_is_evaluated_and_measured(demo_set: Path, tmp_path: Path) -> None:
+    (module,) = [block.code for block in blocks(text_of("docs/plugins.md")) if block.language == "python"]
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").touch()
+    (tmp_path / "my_package" / "my_module.py").write_text(module)
+
+    recipe = f"{demo_set} --recipe demo --no-token-label -b 8 --log-every 1 {CHOSEN}"
+    printed = shell(f"horovod-volo train {recipe} --name mine --stop-at-step 5", tmp_path, status=75)
+    assert "tiny_conv, 954 parameters" in printed  # (3 * 16 + 1) * 16 + (16 + 1) * 10
+    lines = (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if "lr" in record]
+    assert len(losses) == 5
+    # The focal loss of ten equal probabilities is (1 - 0.1)^2 ln 10.
+    assert losses[0] == pytest.approx(1.87, abs=0.3)
+
+    evaluate = f"horovod-volo evaluate {demo_set} --weights runs/mine -b 8 --json result.json"
+    shell(f"{evaluate} {PLUGIN}", tmp_path)
+    assert json.loads((tmp_path / "result.json").read_text())["model"] == "tiny_conv"
+    refused = shell(evaluate, tmp_path, status=2)
+    assert "the model tiny_conv of a plugin. Add --plugin my_package.my_module." in refused
+
+    tiny = "--model tiny_conv --img-size 32 --batch-size 2 --pairs 2 --json"
+    measured = shell(f"horovod-volo bench step {tiny} {PLUGIN} 2>/dev/null", tmp_path)
+    assert json.loads(measured)["name"] == "step tiny_conv 32"
+
+
+EXAMPLES = [block.code for block in blocks(text_of("docs/python.md")) if block.language == "python"]
+# Smaller images.
+SMALLER_EXAMPLE = {
+    "epochs=3": "epochs=1, img_size=32, batch_size=8",
+    'recipe="demo"': 'recipe="demo", img_size=32',
+    '"recipe": "demo"': '"recipe": "demo", "img_size": 32',
+}
+
+
+def log_of(names: dict[str, Any]) -> str:
+    return str((names["result"].folder / "log.txt").read_text())
+
+
+# By a part of each example: what is true of its variables, and of what it prints, after it has run.
+EXPECTED: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "result.best": lambda names, _: names["result"].finished and names["result"].best["images"] == 20,
+    "by_recipe": lambda names, _: names["trainer"].folder == Path("runs/shorter"),
+    "trainer.predict": lambda _, printed: (
+        re.search(r"^\w+: \d+ %$", printed, re.M) and Path("exported/model.safetensors").is_file()
+    ),
+    "StopAtAccuracy": lambda names, _: (
+        "531,484 parameters, 4 steps on 1 ranks" in log_of(names)
+        and re.search(r"^(finished|stopped) at step \d$", log_of(names), re.M)
+    ),
+}
+
+
+@pytest.mark.parametrize("part", EXPECTED)
+def test_an_example(
+    part: str,
+    demo_set: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert len(EXAMPLES) == len(EXPECTED)
+    (code,) = [code for code in EXAMPLES if part in code]
+    for large, small in SMALLER_EXAMPLE.items():
+        code = code.replace(large, small)
+    photo = sorted((demo_set / "val").rglob("*.jpg"))[0]
+    code = code.replace("/path/to/images", str(demo_set)).replace("/path/to/photo.jpg", str(photo))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(code, f"docs/python.md, {part}", "exec"), names)
+    assert EXPECTED[part](names, capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""tools/export of classifiers: what is written, when it is replaced, and errors."""
+"""tools/export of networks for classes, pixels and boxes: what is written, checked, read back and refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from horovod_volo import export
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.recipe import dump
+from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
+from horovod_volo.dense.mean_iou import logits_of
+from horovod_volo.dense.trained import TrainedDense, dense_task, load_dense
 from horovod_volo.models import timm_export
-from horovod_volo.models.weights_header import read_class_names, read_statistics
+from horovod_volo.models.timm_export import fixed_images
+from horovod_volo.models.weights_header import header_of, read_class_names, read_statistics
+from horovod_volo.monitor.pictures import class_colors
 from tests.smoke.conftest import save_run
 
 NAMES = tuple(f"class {number}" for number in range(10))
@@ -68,12 +79,6 @@ def test_an_export_is_replaced_only_with_force(demo_run: Path, tmp_path: Path, c
     assert "cannot export to /dev/null/export" in capsys.readouterr().err
 
 
-def test_a_network_that_timm_lacks_is_exported(tmp_path: Path, capsys) -> None:
-    source = save_run(tmp_path / "run", "lvvit_t", side=32)
-    assert export.main([str(source), str(tmp_path / "export")]) == export.DONE
-    assert "timm has no lvvit_t" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -97,3 +102,115 @@ def test_different_logits_are_an_error_and_nothing_is_written(
     assert export.main([str(demo_run), str(tmp_path / "export")]) == export.DIFFERS
     assert "timm gives outputs that differ by 2.0e-05" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+CLASSES = {"segmentation": 7, "detection": 6}
+CLASS_NAMES = {task: [f"class of {number}" for number in range(count)] for task, count in CLASSES.items()}
+
+
+@pytest.fixture(scope="module", params=["segmentation", "detection"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was never trained."""
+    folder = tmp_path_factory.mktemp("runs") / request.param
+    config = parse(["--recipe", f"{request.param}_demo", "--img-size", "64"]).config
+    torch.manual_seed(0)
+    network = dense_task(request.param).build(config, CLASSES[request.param]).module
+    (folder / "checkpoints" / "last").mkdir(parents=True)
+    weights = folder / "checkpoints" / "last" / "model.safetensors"
+    save_file(network.state_dict(), weights, metadata=header_of(CLASS_NAMES[request.param]))
+    (folder / "resolved.toml").write_text(dump(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path) -> Path:
+    """Return the folder of its export, with ONNX."""
+    folder = trained.with_name(f"{trained.name}_export")
+    assert export.main([str(trained), str(folder), "--onnx"]) == 0
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.onnx", "model.pth"]
+    return folder
+
+
+def test_the_export_gives_what_an_evaluation_uses(trained: Path, exported: Path) -> None:
+    folder = exported
+    task = trained.name
+    about = json.loads((folder / "config.json").read_text())
+    assert (about["task"], about["num_classes"], about["img_size"]) == (task, CLASSES[task], 64)
+    assert about["classes"] == CLASS_NAMES[task]
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    images = fixed_images(3, 64)
+    found = session.run(None, {"images": images.numpy()})
+    network = load_dense(str(trained), image_side=0, use_ema=False).network
+    with torch.inference_mode():
+        if task == "segmentation":
+            expected = [logits_of(network, images)]
+            assert expected[0].shape == (3, 7, 64, 64)
+        else:
+            values, logits = network(images)
+            boxes = decode(values, build_anchors(anchor_rule(64)))
+            expected = [boxes, logits.softmax(dim=2)[..., 1:]]
+            assert expected[1].shape == (3, 372, 6)
+    assert [output.name for output in session.get_outputs()] == (
+        ["logits"] if task == "segmentation" else ["boxes", "probabilities"]
+    )
+    for ours, theirs in zip(expected, found, strict=True):
+        np.testing.assert_allclose(theirs, ours.numpy(), atol=1e-4)
+    sides = session.get_inputs()[0].shape[2:]
+    assert sides == (["height", "width"] if task == "segmentation" else [64, 64])
+    for height, width in ((33, 90), (208, 17)) if task == "segmentation" else ():
+        odd = fixed_images(2, height, width)
+        with torch.inference_mode():
+            logits = logits_of(network, odd).numpy()
+        assert logits.shape == (2, 7, height, width)
+        np.testing.assert_allclose(session.run(None, {"images": odd.numpy()})[0], logits, atol=1e-4)
+
+
+def test_the_state_dict_has_the_names_of_mmsegmentation(trained: Path, exported: Path) -> None:
+    content = torch.load(exported / "model.pth", weights_only=True)
+    assert content["meta"]["architecture"] == "volo_demo"
+    names = set(content["state_dict"])
+    if trained.name == "segmentation":
+        assert {"decode_head.conv_seg.weight", "decode_head.fpn_bottleneck.bn.running_var"} <= names
+        assert {"auxiliary_head.convs.0.conv.weight", "decode_head.psp_modules.0.1.conv.weight"} <= names
+    else:
+        assert {"class_heads.0.weight", "box_heads.3.bias", "norms.1.weight"} <= names
+    assert {name.split(".")[0] for name in names} >= {"backbone"}
+
+
+@pytest.mark.parametrize("trained", ["segmentation"], indirect=True)
+def test_an_image_size_makes_the_sides_fixed(trained: Path, tmp_path: Path) -> None:
+    assert export.main([str(trained), str(tmp_path / "export"), "--onnx", "--img-size", "96"]) == 0
+    model = onnx.load(tmp_path / "export" / "model.onnx")
+    for values, channels in ((model.graph.input[0], 3), (model.graph.output[0], 7)):
+        shape = [axis.dim_param or axis.dim_value for axis in values.type.tensor_type.shape.dim]
+        assert shape == ["batch", channels, 96, 96]
+    refused = {"Col2Im", "GatherND", "ScatterND"}
+    assert refused & {node.op_type for node in model.graph.node} == set()
+
+
+@pytest.mark.parametrize("trained", ["segmentation"], indirect=True)
+def test_the_state_dict_names_the_classes_and_can_be_finetuned(trained: Path, exported: Path) -> None:
+    file = exported / "model.pth"
+    meta, names = torch.load(file, weights_only=True)["meta"], CLASS_NAMES["segmentation"]
+    assert list(meta["dataset_meta"]["classes"]) == list(meta["CLASSES"]) == list(meta["classes"]) == names
+    assert meta["dataset_meta"]["palette"] == meta["PALETTE"] == class_colors()[:7].tolist()
+    task = dense_task("segmentation")
+    config = parse(["--recipe", "segmentation_demo", "--img-size", "64", "--finetune", str(file)]).config
+    torch.manual_seed(1)
+    built = task.build(config, 7)
+    built.load_weights(config.model.finetune)
+    network = built.module
+    written = load_file(trained / "checkpoints" / "last" / "model.safetensors")
+    assert network.state_dict().keys() == written.keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in network.state_dict().items())
+
+
+def test_wrong_exports_write_nothing(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "export"
+    assert "are for networks of classification" in refused(capsys, trained, folder, "--model", "volo_d1")
+    assert "must be a multiple of 16" in refused(capsys, trained, folder, "--img-size", "72")
+    monkeypatch.setattr(TrainedDense, "reloaded_difference", lambda *_: float("nan"))
+    assert export.main([str(trained), str(folder)]) == 1
+    assert not folder.exists()

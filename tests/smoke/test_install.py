@@ -21,15 +21,14 @@ from horovod_volo.demo.demo_set import make_demo_set
 pytestmark = pytest.mark.install
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
-EXTRAS = ("dali", "export", "horovod")
-EACH_EXTRA = {  # what each one alone adds, and what is trained with it
-    "dali": (("nvidia.dali",), ()),
-    "horovod": (("cloudpickle", "cffi", "psutil", "yaml"), ()),
-    "export": (("onnx", "onnxscript", "onnxruntime"), ()),
-    "remote": (("obstore", "boto3"), ()),
-    "test": (("pytest", "xdist", "triton"), ()),
-    "dev": (("mypy",), ()),
-    "docs": (("mkdocs", "material"), ()),
+EACH_EXTRA = {  # the modules that each one alone adds
+    "dali": "nvidia.dali",
+    "horovod": "cloudpickle, cffi, psutil, yaml",
+    "export": "onnx, onnxscript, onnxruntime",
+    "remote": "obstore, boto3",
+    "test": "pytest, xdist, triton",
+    "dev": "mypy",
+    "docs": "mkdocs, material",
 }
 TRAINED = ("--model", "volo_demo", "--img-size", "64", "-b", "8", "--epochs", "1", "--name", "run")
 
@@ -123,7 +122,6 @@ def test_each_extra_alone_adds_what_it_is_for(
     clean: Path, archives: Path, tmp_path: Path, extra: str
 ) -> None:
     """In an environment of its own, which sees the core packages of the clean one."""
-    modules, logged = EACH_EXTRA[extra]
     call(tmp_path, sys.executable, "-m", "venv", "venv")
     (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")
     (core,) = (clean.parent / "lib").glob("python*/site-packages")
@@ -132,26 +130,8 @@ def test_each_extra_alone_adds_what_it_is_for(
     (wheel,) = archives.glob("*.whl")
     call(tmp_path, python, "-m", "pip", "install", "-q", "-c", CONSTRAINTS, f"{wheel}[{extra}]")
     call(tmp_path, python, "-m", "pip", "check")
-    call(tmp_path, python, "-c", f"import torch; import {', '.join(modules)}")
+    call(tmp_path, python, "-c", f"import torch; import {EACH_EXTRA[extra]}")
     make_demo_set(tmp_path / "images", train=20, val=10)
-    trained = call(tmp_path, python, "-m", "horovod_volo.train", "images", *TRAINED, *logged)
+    trained = call(tmp_path, python, "-m", "horovod_volo.train", "images", *TRAINED)
     reader = "DALI" if extra in ("dali", "test", "dev") else "Pillow"
     assert f"images read by {reader}" in trained
-    assert "Training goes on" not in trained  # what the line of a logger that fails says
-
-
-def test_extras_are_added_to_an_installed_package(clean: Path, tmp_path: Path) -> None:
-    """pip finds the package installed, and installs what the extra names; torch stays."""
-    before = call(tmp_path, clean / "python", "-m", "pip", "freeze")
-    pip = [clean / "python", "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
-    call(tmp_path, *pip, f"horovod_volo[{','.join(EXTRAS)}]")
-    after = call(tmp_path, clean / "python", "-m", "pip", "freeze")
-    torch = [line for line in before.splitlines() if line.startswith("torch")]
-    assert len(torch) == 2
-    assert set(torch) <= set(after.splitlines())
-    assert "horovod==" not in after
-    assert re.search(r"nvidia-dali-cuda120 \d", call(tmp_path, clean / "horovod-volo", "doctor"))
-    make_demo_set(tmp_path / "images", train=20, val=10)
-    assert "images read by DALI" in call(tmp_path, clean / "horovod-volo", "train", "images", *TRAINED)
-    call(tmp_path, clean / "horovod-volo", "export", "runs/run", "exported", "--onnx")
-    assert (tmp_path / "exported/model.onnx").exists()

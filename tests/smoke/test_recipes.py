@@ -150,6 +150,7 @@ def test_the_header_agrees_with_the_recipe(name: str) -> None:
     assert command[: len(start)] == start
     request = parse([*command[len(start) :], "--dry-run"])
     assert request.config.run.name == name
+    assert config_warnings(request.config) == []
     assert request.config.model.img_size == recipe["model"]["img_size"]
     per_rank = recipe["data"]["batch_size"]
     assert ranks * per_rank == batch == update["lr_base_size"]
@@ -189,8 +190,6 @@ def test_the_learning_rate_of_ssd_is_divided_before_epochs_43_and_54() -> None:
     ("flags", "ranks", "bytes_per_parameter"),
     [
         (["--opt", "fusedlamb"], 8, 16),
-        (["--opt", "sgd", "--ema-decay", "0.9"], 8, 16),
-        (["--shard-optimizer"], 1, 20),
         (["--shard-optimizer"], 8, 8 + (8 + 4) / 8),
         (["--opt", "sgd", "--shard-optimizer", "--ema-decay", "0.9"], 4, 8 + (4 + 4) / 4 + 4),
     ],
@@ -202,19 +201,6 @@ def test_memory_depends_on_optimizer_and_ranks(
     reported = properties_in(describe(config, ranks, configured("volo_d5")[1]))
     expected = bytes_per_parameter * PUBLISHED["volo_d5"][0] / GIB
     assert reported["memory"].startswith(f"about {expected:.1f} GiB of state and ")
-
-
-@pytest.mark.parametrize(
-    ("name", "flags", "gpu"),
-    [
-        ("volo_d5", ["-b", "256"], "a GPU of 80 GB"),
-        ("volo_d5_448", ["-b", "64", "--grad-checkpoint"], "a GPU of 24 GB"),
-        ("volo_d5_448", ["-b", "256"], "more than a GPU of 141 GB has; use a smaller --batch-size"),
-    ],
-)
-def test_the_smallest_gpu_with_enough_memory_is_named(name: str, flags: list[str], gpu: str) -> None:
-    config = parse(["--recipe", name, *flags]).config
-    assert f" per rank: {gpu}" in properties_in(describe(config, 8, measure_workload(config)))["memory"]
 
 
 def test_checkpointed_blocks_save_only_their_input() -> None:

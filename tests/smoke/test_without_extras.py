@@ -1,4 +1,4 @@
-"""Without the folders of all extras, the core trains; and what an extra brings is refused with its name.
+"""Without the folders of extras, and without the packages that they need, the rest works and names them.
 
 That no extra needs another one, so that each can be deleted alone, is a contract of import-linter in
 pyproject.toml.
@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from tests.documents import ROOT
-from tests.smoke.conftest import run_in_one_process
+from tests.smoke.conftest import HELD_OUT_IMAGES, run_in_one_process, save_run
 
 EXTRAS = ("bench", "demo", "dense", "doctor", "elastic")
 EXTRAS += ("kernels", "labelling", "pictures", "profiler", "remote", "report")
@@ -36,3 +36,47 @@ def test_the_core_trains_without_extras_and_refuses_them_by_name(demo_set: Path,
     for extra, command in refused.items():
         assert f"needs horovod_volo/{extra}, which is not installed" in printed[command]
         assert printed[command].endswith("status 2\n")
+
+
+READ_BY_PILLOW = "images read by Pillow (DALI is not installed)"
+BLOCKED = ("horovod", "nvidia.dali", "mpi4py", "onnxruntime", "matplotlib")
+
+
+def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
+    names = sorted(path.name for path in (demo_set / "val").iterdir())
+    weights, held_out = save_run(tmp_path / "weights", names=names), next((demo_set / "val").rglob("*.jpg"))
+    train = f"train {demo_set} --model volo_demo --img-size 64 -b 16 --epochs 1 --name new"
+    commands = {
+        "train": train,
+        "resumed with another decoder": f"{train} --resume auto --image-decoder dali",
+        "evaluate": f"evaluate {demo_set} --weights runs/new",
+        "predict": f"predict {weights} {held_out}",
+        "report": "report runs/new",
+        "export": f"export {weights} exported --onnx",
+        "generate": f"labels generate {demo_set} store --teacher {weights} --img-size 64 --top 3",
+        "verify": f"labels verify store --data {demo_set}",
+        "doctor": "doctor",
+    }
+    printed = run_in_one_process(tmp_path, *commands.values(), blocked=BLOCKED)
+    found = {name: printed[command] for name, command in commands.items()}
+    refused = found.pop("resumed with another decoder")
+    assert "DALI is not installed. Install it (pip install 'horovod_volo[dali]')" in refused
+    assert refused.endswith("status 2\n")
+    for name, text in found.items():
+        assert text.endswith("status 0\n"), text
+        assert (READ_BY_PILLOW in text) == (name in ("train", "evaluate", "generate")), text
+    assert f"decoder  {READ_BY_PILLOW}" in found["train"]
+    assert f"images    {HELD_OUT_IMAGES} of " in found["evaluate"]
+    assert "one rank needs none" in found["doctor"]
+    assert "Pillow reads the images" in found["doctor"]
+    assert (tmp_path / "exported" / "model.onnx").exists()
+    assert "<img" in (tmp_path / "runs/new/report.html").read_text()
+
+
+def test_several_ranks_name_the_build_of_horovod(demo_set: Path, tmp_path: Path) -> None:
+    command = f"evaluate {demo_set} --weights weights"
+    launched = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
+    printed = run_in_one_process(tmp_path, command, blocked=BLOCKED, **launched)[command]
+    assert printed.count('Build it: pip install "$(horovod-volo build_horovod)".') == 1
+    assert printed.endswith("status 2\n")
+    assert "Traceback" not in printed

@@ -71,5 +71,5 @@ def words(name: str, value: Any) -> list[str]:
 
 def recipe_of(folder: Path, text: str) -> str:
     path = folder / "some.toml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
     return str(path)

@@ -1,23 +1,23 @@
-"""Each benchmark runs at a tiny size, reports its figures, and refuses wrong values."""
+"""Each benchmark runs at a tiny size, reports its figures, and refuses wrong values; also those of a GPU."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import published_targets as published
 import pytest
 import torch
+from torch import nn
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import comparison, loader, loss, peers, reduce, step
+from horovod_volo.bench import comparison, gpu, loader, loss, peers, step
 from horovod_volo.bench.comparison import WrongResultError
-from horovod_volo.bench.loss import PublishedLoss
-from horovod_volo.bench.synthetic import random_labels
 from horovod_volo.cluster.world import RankResources
-from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.errors import UserError
-from horovod_volo.objective.mixing import Box
+from horovod_volo.models.registry import COMPILERS
 
 CPU = torch.device("cpu")
 
@@ -28,37 +28,6 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "BLOCK_SECONDS", 0.01)
     resources = RankResources(device=CPU, threads=1, binding="test")
     monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
-
-
-def test_random_label_maps_are_well_formed() -> None:
-    labels = random_labels(3, 7, CPU, seed=4)
-    assert labels.maps is not None
-    assert (labels.maps.ids.sort(dim=1).values.diff(dim=1) > 0).all()  # the classes of a cell are distinct
-    assert int(labels.maps.ids.min()) >= 0
-    assert int(labels.maps.ids.max()) < 7
-    corners, extents = labels.maps.boxes.split(2, dim=1)
-    assert (corners >= 0).all()
-    assert (extents > 0).all()
-    assert (corners + extents <= 1).all()
-
-
-def test_the_peer_is_the_published_loss() -> None:
-    settings = Objective(token_label=True, token_label_data="maps", cls_weight=0.75, dense_weight=0.25)
-    labels = random_labels(4, 9, CPU, seed=1)
-    maps = (labels.maps.scores, labels.maps.ids, labels.maps.boxes)
-    box = Box(top=0, left=1, height=2, width=1, grid=3)
-    generator = torch.Generator().manual_seed(2)
-    class_logits = torch.randn(4, 9, generator=generator)
-    token_logits = torch.randn(4, 9, 9, generator=generator)
-    crop, tokens = (
-        published.smooth(published.batch_target(*maps, side, 9, "corrected"), settings.smoothing)
-        for side in (1, 3)
-    )
-    mixed = box.lam * crop.squeeze(1) + (1 - box.lam) * crop.squeeze(1).flip(0)
-    expected = 0.75 * published.cross_entropy(class_logits.double(), mixed)
-    expected += 0.25 * published.cross_entropy(token_logits.double(), tokens)
-    found = PublishedLoss(settings, 9, 3)(class_logits, token_logits, labels, box)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_wrong_loss_is_not_measured(
@@ -79,14 +48,24 @@ def test_a_wrong_loss_is_not_measured(
         loss.measure(batch_sizes=[2], classes=[40], pairs=2)
 
 
-@pytest.mark.parametrize("flags", ["loss --pairs 1", "loss --pairs x", "loss --classes 4", "los"])
-def test_a_mistake_is_an_error_message(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = command_line.main(flags.split())
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2
-    assert "error" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ("loss --pairs 1", "at least 2"),
+        ("loss --classes 4", "5 or more"),
+        ("los", "Did you mean loss?"),
+        ("reduce --model volo_demo", "horovodrun -np 2"),
+        ("loader --images 9 --batch-size 1000", "9 images are no batch of 1000. Use --batch-size 9"),
+        ("gpu d7 --out /dev/null/out", "The parts are ceilings, d1"),
+        ("simulate --fabrics string", "a100-hdr"),
+        ("simulate --models volo_demo", "volo_d1"),
+    ],
+)
+def test_a_mistake_is_reported_with_its_remedy(
+    flags: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_line.main(flags.split()) == 2
+    assert remedy in capsys.readouterr().err
 
 
 def test_a_step_is_measured() -> None:
@@ -103,15 +82,73 @@ def test_steps_are_compared_with_those_of_timms_network() -> None:
     assert {"faster than eager", "faster than published"} <= {figure.label for figure in result.figures}
 
 
-def test_nothing_is_reduced_on_one_rank() -> None:
-    with pytest.raises(UserError, match="horovodrun -np 2"):
-        reduce.measure(model="volo_demo", img_size=32, batch_size=2, pairs=3)
-
-
 def test_loader_reports_both_rates() -> None:
     result = loader.measure(images=12, img_size=32, batch_size=3, pairs=2)
     names = [figure.label for figure in result.figures]
     assert names == ["images a second", "timm's loader", "faster than timm's loader"]
     assert all(figure.value > 0 for figure in result.figures)
-    with pytest.raises(UserError, match=r"9 images are no batch of 1000\. Use --batch-size 9"):
-        loader.measure(images=9, batch_size=1000)
+
+
+RECORD = '{"command": "python -m horovod_volo.bench loss"}'
+STAND_IN = f"""#!/bin/sh
+case "$3" in
+    broken) echo "a broken bench" >&2; exit 2 ;;
+    slow) exec sleep 9 ;;
+esac
+echo '{RECORD}'
+"""
+TINY: dict[str, Any] = {
+    "model": "volo_demo",
+    "img_size": 32,
+    "batch_size": 2,
+    "precision": "fp32",
+    "drop_path": 0.1,
+    "pairs": 3,
+}
+
+
+def test_the_commands_of_the_plan_are_understood_and_every_part_takes_less_than_eight_minutes() -> None:
+    for lines in gpu.PARTS.values():
+        assert sum(limit for limit, _ in lines) <= 480
+        assert all(command_line.parse(words.split()) for _, words in lines)
+
+
+def test_ceilings_of_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_COPIED", 2**12)
+    monkeypatch.setattr(gpu, "_PRODUCTS", ((8, 4, 6),))
+    monkeypatch.setattr(gpu, "_ATTENTION", {"D1": (1, 2, 4, 8)})
+    figures = gpu.measure_ceilings().figures
+    kinds = [figure.label.partition(",")[0] for figure in figures]
+    assert kinds[:4] == ["copy", *3 * ["8 x 4 x 6"]]
+    assert set(kinds[4:]) == {"attention of D1"}  # this device has one of the backends
+    assert all(figure.value > 0 for figure in figures)
+
+
+def test_a_failure_does_not_stop_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(gpu, "PARTS", {"few": [(9, "broken"), (9, "loss"), (0.1, "slow")]})
+    with pytest.raises(UserError, match="2 benchmarks failed"):
+        gpu.measure(parts=["few"], out=str(tmp_path))
+    outcomes = [line.split("s  ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert outcomes == ["failed with status 2  broken", "measured  loss", "took too long  slow"]
+    assert (tmp_path / "results.jsonl").read_text().splitlines() == [RECORD]
+    assert "a broken bench" in (tmp_path / "log.txt").read_text()
+    with pytest.raises(UserError, match="2 benchmarks failed"):  # continues with what is not measured yet
+        gpu.measure(parts=["few"], out=str(tmp_path))
+    assert "measured" not in capsys.readouterr().out
+
+
+def test_other_losses_of_compiled_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: nn.Module) -> None:
+        nn.init.zeros_(model.head.weight)
+
+    inductor = COMPILERS.find("inductor")
+    monkeypatch.setitem(COMPILERS, "inductor", inductor._replace(compile_blocks=spoil))
+    with pytest.raises(WrongResultError, match="with blocks compiled and without"):
+        step.measure(**TINY, compile=True)

@@ -57,11 +57,6 @@ def test_raw_words_of_philox_never_change() -> None:
     ]
 
 
-def test_counters_are_not_concatenated() -> None:
-    counters = [(1, 23), (12, 3), (123,), (1, 2, 3), (-1, 23), (1, -23)]
-    assert len({random_bits(Purpose.DROP_PATH, *each) for each in counters}) == len(counters)
-
-
 def test_no_two_purposes_share_a_stream() -> None:
     samples = np.arange(300)
     drawn = {purpose: uniforms_of_samples(10, purpose, 0, 0, samples) for purpose in Purpose}

@@ -6,7 +6,6 @@ import os
 import resource
 import shlex
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from horovod_volo.build_horovod import BUILD_SCRIPT
 from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.cluster.world import World
-from horovod_volo.core.environment import code_hashes
+from horovod_volo.core import environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.doctor import host
 from horovod_volo.doctor.between_ranks import assess_allreduce, check_shared_folder, compare
@@ -84,30 +83,22 @@ def finding_of(found: Finding | Iterable[Finding]) -> Finding:
     [
         (lambda: compare_mpi(OPEN_MPI, "mpirun (Open MPI) 4.0.2"), "ok", OPEN_MPI),
         (lambda: compare_mpi(OPEN_MPI, "mpirun (Open MPI) 5.0.1"), "warning", "4.1.4"),
-        (lambda: compare_mpi(OPEN_MPI, "HYDRA Version: 4.0.2"), "warning", "may not find each other"),
         (lambda: compare_mpi(OPEN_MPI, ""), "warning", "is not on PATH"),
         (lambda: compare_mpi("", "mpirun (Open MPI) 4.1.4"), "ok", "without MPI"),
         (lambda: assess_gpus(8, *CUDA_12, 8 * ["H100"]), "ok", "8 x H100, driver 550.54"),
         (lambda: assess_gpus(0, "", 0, "12.8", []), "ok", "compute on the CPU"),
-        (lambda: assess_gpus(0, *CUDA_12, ["A100"]), "ok", "1 x A100"),
         (lambda: assess_gpus(2, "", 0, "12.8", []), "failure", "no driver"),
         (lambda: assess_gpus(1, "550.54", 12040, "", []), "failure", "torch is built without CUDA"),
         (lambda: assess_gpus(1, "450.80", 11000, "12.8", []), "failure", "supports CUDA up to 11.0"),
         (lambda: assess_gpus(1, *CUDA_12, []), "failure", "torch sees none (CUDA_VISIBLE_DEVICES='')"),
         (lambda: assess_allreduce(0.004, 2.4e8, True, 0, ""), "ok", "4.0 ms for 4 bytes, 240 MB/s for 16"),
-        (lambda: assess_allreduce(0.004, 1.1e8, True, 1000, ""), "ok", "110 MB/s"),
         (lambda: assess_allreduce(0.004, 1.1e8, True, 100_000, ""), "warning", "at least 625 MB/s"),
         (lambda: assess_allreduce(0.004, 2.0e7, True, 0, ""), "warning", "at least 50 MB/s"),
         (lambda: assess_allreduce(0.031, 2.4e8, True, 0, ""), "warning", "at most 30 ms"),
         (lambda: assess_allreduce(0.004, 2.4e8, False, 0, ""), "failure", "wrong"),
         (lambda: host.check_shared_memory(1, False, Path("/nowhere")), "failure", "missing"),
         (lambda: compare({"a": "1"}, {"a": "1"}, "Do it."), "ok", ""),
-        (
-            lambda: compare({"a": "1", "b": "2"}, {"a": "1", "b": "3"}, "Do it."),
-            "failure",
-            "b is 2, on rank 0 3",
-        ),
-        (lambda: compare({}, {"a": "1"}, "Do it."), "failure", "a is missing, on rank 0 1"),
+        (lambda: compare({"b": "2"}, {"b": "3"}, "Do it."), "failure", "b is 2, on rank 0 3"),
         (lambda: compare(dict.fromkeys("abcde", "1"), {}, "Do it."), "failure", "; and 2 more"),
     ],
 )
@@ -117,12 +108,6 @@ def test_what_is_measured_is_assessed(check: Callable, level: str, text: str, mo
     found = finding_of(check())
     assert (found.level, bool(found.remedy)) == (level, level != "ok")
     assert text in found.text
-
-
-def test_a_driver_that_is_too_old_is_named_with_the_one_that_is_needed() -> None:
-    remedy = assess_gpus(1, "570.86", 12080, "13.0", []).remedy
-    assert "driver 580" in remedy
-    assert "12.8" in remedy
 
 
 @pytest.mark.parametrize(
@@ -176,7 +161,6 @@ GROUP = "sys/fs/cgroup"
             2_000_000,
         ),
     ],
-    ids=["none", "version 2", "version 1"],
 )
 def test_memory_is_limited_by_control_groups(files: dict[str, str], free: int, tmp_path: Path) -> None:
     assert host.free_memory(write(tmp_path, MEMINFO | files)) == free
@@ -209,7 +193,6 @@ def test_whether_network_cards_reach_the_memory_of_gpus(file: str, text: str, le
         ({"HOROVOD_WITHOUT_MPI": "1"}, "No g++ found"),
         ({"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_GPU_OPERATIONS": "NCCL"}, "is a CPU build"),
     ],
-    ids=["no PyTorch", "no MPI", "no compiler", "no CUDA"],
 )
 def test_the_build_of_horovod_names_what_is_missing(variables: dict, message: str, tmp_path: Path) -> None:
     """PATH has a Python with a CPU build of PyTorch, and nothing that builds."""
@@ -225,10 +208,6 @@ def test_the_build_of_horovod_names_what_is_missing(variables: dict, message: st
     assert message in done.stderr
 
 
-def test_the_interfaces_of_this_host_have_speeds() -> None:
-    assert host.interface_speeds().keys() <= {name for _, name in socket.if_nameindex()} - {"lo"}
-
-
 SECRETS = {"WANDB_API_KEY": "it's one", "GITHUB_TOKEN": "two three", "db_password": "HF_TOKEN=four"}
 HARMLESS = {"TOKENIZERS_PARALLELISM": "0", "MONKEYS": "5", "SSH_KEY_FILE": "/id", "EMPTY_SECRET": ""}
 
@@ -241,14 +220,6 @@ def test_secrets_are_found_on_the_command_lines_of_horovodrun() -> None:
     assert host.secret_names(b"python\0--token\0API_KEY=5\0") == set()
 
 
-def test_code_and_recipes_are_hashed(tmp_path: Path) -> None:
-    write(tmp_path, {"a.py": "same", "deep/b.toml": "same", "deep/notes.txt": "same"})
-    before = code_hashes(tmp_path)
-    assert list(before) == ["a.py", "deep/b.toml"]
-    changed = code_hashes(write(tmp_path, {"deep/b.toml": "sane"}))
-    assert [changed[name] == before[name] for name in before] == [True, False]
-
-
 def test_the_check_of_a_folder_leaves_it_unchanged(tmp_path: Path) -> None:
     write(tmp_path, {"file": "not a folder"})
     for name, level in (("new/runs", "ok"), (".", "ok"), ("file/runs", "failure")):
@@ -256,3 +227,21 @@ def test_the_check_of_a_folder_leaves_it_unchanged(tmp_path: Path) -> None:
         assert found.level == level
         assert ("cannot write there" in found.text) == (level == "failure")
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_change_anywhere_in_the_package_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "horovod_volo"
+    package.mkdir()
+    (package / "volo.py").write_text("")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for arguments in (("init", "-q"), ("add", "."), (*author, "commit", "-q", "-m", "first")):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    monkeypatch.setattr(environment, "PACKAGE", package)
+    commit = environment.code_commit()
+    assert len(commit) == 12
+    (tmp_path / "notes.txt").write_text("not of the package, and untracked")
+    assert environment.code_commit() == commit
+    (package / "volo.py").write_text("changed = True\n")
+    assert environment.code_commit() == f"{commit}+changes"
+    shutil.rmtree(tmp_path / ".git")
+    assert environment.code_commit() == "not a git checkout"

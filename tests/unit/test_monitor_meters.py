@@ -1,20 +1,46 @@
-"""Losses and times between log points: exact sums, no reference to the graph, and ranks that are slower."""
+"""Losses, times and ranks that are slower between log points, the words of a profile, and progress lines."""
 
 from __future__ import annotations
 
-import gc
+import io
+import sys
 import time
-import weakref
+from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.monitor.meters import LossMeter, OwnTime, StepTimer, StragglerFinder
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.callbacks import parse_steps
+from horovod_volo.monitor.meters import (
+    EXCHANGE,
+    OWN_PART,
+    UPDATE,
+    LossMeter,
+    OwnTime,
+    StepTimer,
+    StragglerFinder,
+)
+from horovod_volo.monitor.progress import RunLength, ThroughputLine, TrainingProgress
+from horovod_volo.profiler.step_profiler import DATA, describe
 
 CPU = torch.device("cpu")
 EVEN = [OwnTime(0.100), OwnTime(0.104), OwnTime(0.097)]
 SLOW = [OwnTime(0.100), OwnTime(0.151, 0.05), OwnTime(0.097)]
+
+
+class FakeClock:
+    """A clock that the test sets."""
+
+    now = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    return clock
 
 
 class WaitedSeconds:
@@ -50,58 +76,36 @@ def test_micro_batches_that_are_not_finite_are_not_in_the_sums(values: tuple[str
     assert losses.micro_batches == 0
 
 
-class SavedTensor:
-    """A tensor that autograd saves for backward."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 def test_adding_does_not_keep_the_graph_alive() -> None:
-    saved_tensors: list[weakref.ref[SavedTensor]] = []
-
-    def pack(tensor: Tensor) -> SavedTensor:
-        saved = SavedTensor(tensor)
-        saved_tensors.append(weakref.ref(saved))
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        loss = torch.full((), 2.0, requires_grad=True).square()
-    losses = meter()
+    loss, losses = torch.full((), 2.0, requires_grad=True).square(), meter()
     losses.add((loss, loss))
-    assert len(saved_tensors) == 1
-    assert saved_tensors[0]() is not None
-    del loss
-    gc.collect()
-    assert saved_tensors[0]() is None
     assert losses.sums()["total"] == 4.0
+    kept = [value for value in vars(losses).values() if isinstance(value, Tensor)]
+    assert kept
+    assert not any(value.requires_grad for value in kept)
 
 
-def test_timers_count_from_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_timers_count_from_the_reset(clock: FakeClock) -> None:
     waiting = WaitedSeconds()
     losses = LossMeter(("total",), CPU, waiting)
-    now[0] += 4
+    clock.now += 4
     waiting.seconds += 1.5
     assert (losses.seconds, losses.data_wait_seconds) == (4.0, 1.5)
     losses.reset()
     assert (losses.seconds, losses.data_wait_seconds) == (0.0, 0.0)
 
 
-def test_the_parts_of_a_step_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, phases = [100.0], list[str]()
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    timer = StepTimer(CPU)
+def test_the_parts_of_a_step_are_measured(clock: FakeClock) -> None:
+    timer, phases = StepTimer(CPU), list[str]()
     timer.on_phase = phases.append
     assert timer.seconds_per_step() == 0.0
     for _ in range(2):
         timer.begin()
-        now[0] += 2
+        clock.now += 2
         timer.end()
-        now[0] += 5  # waits for others
+        clock.now += 5  # waits for others
         timer.exchanged()
-        now[0] += 1
+        clock.now += 1
     assert (timer.seconds_per_step(), timer.exchange_seconds()) == (2.0, 10.0)
     assert phases == 2 * ["forward and backward", "exchange", "update"]
     timer.reset()
@@ -127,3 +131,123 @@ def test_a_straggler_is_named_at_the_second_log_point_and_once() -> None:
 def test_noise_is_not_named(log_points: list[list[float]]) -> None:
     ranks = StragglerFinder(["red", "green", "blue"])
     assert not any(ranks.find([OwnTime(seconds) for seconds in times]) for times in log_points)
+
+
+def test_the_steps_are_read() -> None:
+    assert parse_steps("steps=10:20") == parse_steps("10:20") == range(10, 21)
+    for wrong in ("steps=", "10", "0:3", "5:4", "a:b", "steps=3:", "1:2:3"):
+        with pytest.raises(UserError, match="--profile"):
+            parse_steps(wrong)
+
+
+def times_of(*seconds: float) -> dict[str, float]:
+    return dict(zip((OWN_PART, DATA, EXCHANGE, UPDATE), seconds, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("times", "device", "first"),
+    [
+        ([times_of(0.6, 0.3, 0.05, 0.05)], "CPU", "--workers"),
+        ([times_of(0.5, 0.05, 0.4, 0.05)] * 2, "CPU", "--compression"),
+        ([times_of(0.5, 0.0, 0.4, 0.1)] * 3 + [times_of(0.9, 0.0, 0.0, 0.1)], "GPU", "slowest rank"),
+        ([times_of(0.6, 0.0, 0.0, 0.4)], "CPU", "--shard-optimizer"),
+        ([times_of(0.9, 0.0, 0.05, 0.05)], "GPU", "--precision bf16"),
+        ([times_of(0.9, 0.0, 0.05, 0.05)], "CPU", "this is a CPU"),
+    ],
+)
+def test_the_words_name_what_to_change_first(times: list[dict[str, float]], device: str, first: str) -> None:
+    text = describe(range(3, 6), times, ["a", "b", "c", "d"], Counter(mm=3, add=1), device)
+    assert all(part in text for part in ("1000.0 ms", "steps 3 to 5", "mm 75 %, add 25 %"))
+    assert first in text.partition("To change first: ")[2]
+    assert ("3 on d: 900.0 ms" in text) == (len(times) == 4)
+
+
+VALUES: dict[str, float | int] = {
+    "loss": 2.34567,
+    "lr": 1.5826e-3,
+    "images_per_second": 437.4,
+    "data_wait": 0.127,
+}
+LOGGED = "loss 2.346  lr 1.58e-03  437 images/s  data wait 13 %"
+
+
+def train(progress: TrainingProgress, clock: FakeClock, steps: range, seconds: float) -> list[str]:
+    """Take steps of so many seconds; return what there was to log."""
+    logged = []
+    for step in steps:
+        clock.now += seconds
+        if text := progress.step_done(step):
+            logged.append(text)
+    return logged
+
+
+def test_throughput_in_a_file_is_printed_line_by_line(
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ThroughputLine("maps", shown=False)(1, 1)  # of another rank
+    progress = ThroughputLine("maps")
+    progress(1000, 9000)
+    clock.now += 20
+    progress(3000, 9000)  # too soon after the first line
+    clock.now += 20
+    progress(5000, 9000)
+    clock.now += 3600
+    progress(9000, 9000)
+    assert capsys.readouterr().err.splitlines() == [
+        "1,000/9,000 maps",
+        "5,000/9,000 maps, 100 per second, 0:40 left",
+        "9,000/9,000 maps, 2 per second, 0:00 left",
+    ]
+
+
+def test_the_slow_first_step_does_not_count_for_the_time_left(clock: FakeClock) -> None:
+    progress = TrainingProgress(RunLength(100, 200, 100, 1))  # after a resume, so do those of the run before
+    logged = train(progress, clock, range(101, 102), 600.0) + train(progress, clock, range(102, 151), 2.0)
+    assert progress.format(150, VALUES) == f"step 150/200  75 %  epoch 1.5 of 2  {LOGGED}  1:40 left"
+    assert ["10:00" in logged[0], "2.0 s: 3:12 left" in logged[1]] == [True, True]
+
+
+def test_evaluations_count_for_the_time_left_once_one_was_made(clock: FakeClock) -> None:
+    progress = TrainingProgress(RunLength(0, 30, 10, 1))
+    train(progress, clock, range(1, 11), 1.0)
+    progress.evaluating(0, 50)
+    clock.now += 7
+    progress.evaluating(50, 50)
+    train(progress, clock, range(11, 16), 1.0)
+    assert progress.format(15, VALUES).endswith("  0:29 left")  # 15 steps and 2 evaluations
+
+
+@pytest.mark.parametrize("every", [1, 2, 9])
+def test_the_evaluations_to_come(every: int) -> None:
+    """Against the rule of the loop: every so many epochs, and after the last one."""
+    due = [10 * epoch for epoch in range(1, 6) if epoch % every == 0 or epoch == 5]
+    length = RunLength(0, 50, 10, every)
+    for step in range(51):
+        assert length.evaluations_after(step) == sum(each > step for each in due)
+
+
+def test_between_log_points_a_line_comes_every_30_seconds_in_a_file(
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = TrainingProgress(RunLength(0, 1000, 100, 1))
+    train(progress, clock, range(1, 12), 4.0)
+    assert capsys.readouterr().out == "step 8/1000   1 %  epoch 0.08 of 10  1:06:08 left\n"
+    progress.format(11, VALUES)
+    train(progress, clock, range(12, 17), 4.0)
+    assert capsys.readouterr().out == f"step 16/1000   2 %  epoch 0.16 of 10  {LOGGED}  1:05:36 left\n"
+
+
+def test_on_a_terminal_the_line_is_rewritten_every_second(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.StringIO()
+    monkeypatch.setattr(output, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", output)
+    progress = TrainingProgress(RunLength(0, 100, 10, 1))
+    train(progress, clock, range(1, 6), 0.6)
+    progress.show("short")
+    progress.end_line()
+    progress.end_line()  # the second call prints nothing
+    lines = output.getvalue().split("\r")
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["step 2/100", "step 4/100"]
+    assert lines[3:] == ["short".ljust(len(lines[2])) + "\n"]

@@ -15,12 +15,13 @@ from small_runs import mounted_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_volo.engine.log_point import log_own_times
-from horovod_volo.monitor.logger import AppendedFile
+from horovod_volo.monitor.charts import Board
+from horovod_volo.monitor.logger import EVALUATION, TRAIN, AppendedFile
 from horovod_volo.monitor.meters import OwnTime, StragglerFinder
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 
-TRAIN: dict[str, float | int] = {
+VALUES: dict[str, float | int] = {
     "epoch": 0,
     "images_seen": 64,
     "loss": 2.5,
@@ -33,7 +34,7 @@ SCORES: dict[str, float | int] = {"epoch": 0, "top1": 12.5, "images": 8}
 
 def train(logger: RunLogger, *steps: int, **changed: float) -> None:
     for step in steps:
-        logger.log_training(step, TRAIN | changed)
+        logger.log_training(step, VALUES | changed)
 
 
 def resumed(folder: Path, first_step: int) -> RunLogger:
@@ -60,37 +61,27 @@ def events(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in board.Scalars(name)]
 
 
-def test_each_log_point_and_evaluation_is_one_json_line(tmp_path: Path) -> None:
+def test_log_points_and_evaluations_are_lines_of_json_and_events(tmp_path: Path) -> None:
     logger = RunLogger(tmp_path / "runs" / "one", RunLength(0, 100, 10, 1))
     train(logger, 1, 2)
     logger.log_evaluation(2, SCORES)
-    found = metrics(tmp_path / "runs" / "one")  # before the logger is closed
+    # Before the logger is closed:
+    found, losses = metrics(tmp_path / "runs" / "one"), events(tmp_path / "runs" / "one", "train/loss")
     logger.close()
-    assert found == [{"step": 1, **TRAIN}, {"step": 2, **TRAIN}, {"step": 2, **SCORES}]
-    assert [list(record) for record in found[1:]] == [["step", *TRAIN], ["step", *SCORES]]
-
-
-def test_events_can_be_read_back(tmp_path: Path) -> None:
-    logger = RunLogger(tmp_path, RunLength(0, 100, 10, 1))
-    train(logger, 1, 2, loss=0.5)
-    logger.log_evaluation(2, SCORES)
-    assert events(tmp_path, "train/loss") == [(1, 0.5), (2, 0.5)]  # before the logger is closed
-    logger.close()
-    assert events(tmp_path, "evaluation/top1") == [(2, 12.5)]
-    assert events(tmp_path, "train/top1") == []
-    for name in ("train/lr", "speed/images_per_second"):
-        assert [step for step, _ in events(tmp_path, name)] == [1, 2]
+    assert found == [{"step": 1, **VALUES}, {"step": 2, **VALUES}, {"step": 2, **SCORES}]
+    assert [list(record) for record in found[1:]] == [["step", *VALUES], ["step", *SCORES]]
+    assert losses == [(1, 2.5), (2, 2.5)]
+    assert events(tmp_path / "runs" / "one", "evaluation/top1") == [(2, 12.5)]
+    assert events(tmp_path / "runs" / "one", "train/top1") == []
+    assert events(tmp_path / "runs" / "one", "speed/images_per_second") == [(1, 100.0), (2, 100.0)]
 
 
 def test_the_times_of_all_ranks_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = RunLogger(tmp_path, RunLength(0, 100, 10, 1))
     hosts = [f"node{rank // 8}" for rank in range(100)]
-    context = SimpleNamespace(
-        logger=logger,
-        progress=SimpleNamespace(stragglers=StragglerFinder(hosts)),
-        state=SimpleNamespace(step=5),
-        derived=SimpleNamespace(steps_per_epoch=100),
-    )
+    progress, state = SimpleNamespace(stragglers=StragglerFinder(hosts)), SimpleNamespace(step=5)
+    derived = SimpleNamespace(steps_per_epoch=100)
+    context = SimpleNamespace(logger=logger, progress=progress, state=state, derived=derived)
     append, written = AppendedFile.append, list[int]()
 
     def counted(file: AppendedFile, content: bytes) -> None:
@@ -219,3 +210,27 @@ def test_a_folder_that_was_removed_is_made_again(
     if comes_back:
         assert [record["step"] for record in metrics(folder)] == [2, 3]
         assert [step for step, _ in events(folder, "train/loss")] == [2, 3]
+
+
+POINT: dict[str, Any] = {"loss": 2.0, "token_loss": 0.0, "lr": 0.1, "bad_samples": 0, "skipped_steps": 0}
+SHOWN = {"loss": 2.0, "lr": 0.1}
+
+
+def test_what_says_nothing_is_left_out_until_it_does() -> None:
+    board = Board()
+    assert board.select(TRAIN, POINT) == SHOWN
+    assert board.select(TRAIN, POINT | {"bad_samples": 3})["bad_samples"] == 3
+    assert board.select(TRAIN, POINT) == SHOWN | {"bad_samples": 0}
+    shown = [board.select(EVALUATION, {"bad_samples": 0, "images": images}) for images in (9, 9, 8, 9)]
+    assert [point.get("images") for point in shown] == [None, None, 8, 9]
+    assert board.select(TRAIN, {"epoch": 1, "images_seen": 8, "data_wait": 0.1}) == {}
+
+
+def test_a_resumed_run_shows_what_it_showed() -> None:
+    earlier = [
+        {"step": 1, **POINT},
+        {"step": 2, **POINT, "bad_samples": 1},
+        {"step": 2, "images": 9, "top1": 1},
+    ]
+    assert "bad_samples" in Board(earlier).select(TRAIN, POINT)
+    assert "images" not in Board(earlier).select(EVALUATION, {"images": 9})

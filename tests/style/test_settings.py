@@ -1,4 +1,4 @@
-"""Every setting is read by the code, and set by a recipe or mentioned in the documentation."""
+"""Every setting is read and has a use, and none of our flags is an ambiguous prefix of one of horovodrun."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import ast
 import re
 import tomllib
 
+import pytest
+from horovod.runner import launch
+
+from horovod_volo import evaluate, labels
+from horovod_volo.config.command_line import build_parser
 from horovod_volo.config.recipe import RECIPES
 from horovod_volo.config.schema import all_settings
 from horovod_volo.config.setting import Setting
@@ -45,14 +50,37 @@ def is_mentioned(setting: Setting, text: str) -> bool:
     return any(re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text) for flag in spellings)
 
 
-def is_in_a_recipe(setting: Setting) -> bool:
-    """Return whether a recipe of the package sets it."""
-    recipes = [tomllib.loads(path.read_text(encoding="utf-8")) for path in RECIPES.glob("*.toml")]
-    return any(setting.name in recipe.get(setting.group, {}) for recipe in recipes)
-
-
 def test_every_flag_has_a_use() -> None:
     """A flag that fails here must be set by a recipe, be mentioned in the documents, or be removed."""
     text = "\n".join(map(text_of, DOCUMENTS))
-    unused = [item.flags[0] for item in SETTINGS if not (is_in_a_recipe(item) or is_mentioned(item, text))]
-    assert unused == []
+    recipes = [tomllib.loads(path.read_text(encoding="utf-8")) for path in RECIPES.glob("*.toml")]
+    used = {name for recipe in recipes for table in recipe.values() for name in table}
+    assert [item.flag for item in SETTINGS if not (item.name in used or is_mentioned(item, text))] == []
+
+
+PARSERS = {"train": build_parser(), "evaluate": evaluate.build_parser(), "labels": labels.build_parser()}
+
+
+def flags_of(parser) -> list[str]:
+    flags = []
+    for action in parser._actions:
+        flags += action.option_strings
+        for inner in (action.choices or {}).values() if hasattr(action, "add_parser") else ():
+            flags += flags_of(inner)
+    return flags
+
+
+def is_accepted(flag: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "2", "python", "-m", "entry", flag, "value"])
+    try:
+        return launch.parse_args().command == ["python", "-m", "entry", flag, "value"]
+    except SystemExit:
+        return False
+
+
+@pytest.mark.parametrize("entry", PARSERS)
+def test_horovodrun_accepts_commands_with_our_flags(entry, monkeypatch, capsys):
+    flags = flags_of(PARSERS[entry])
+    assert len(flags) > 5
+    assert [flag for flag in flags if not is_accepted(flag, monkeypatch)] == []
+    assert not is_accepted("--timeline", monkeypatch)
