@@ -68,8 +68,8 @@ def test_timm_is_importable_in_the_environment_of_tools_setup() -> None:
 
 
 SHORT = "--model volo_demo --epochs 1 --warmup-epochs 0 --cooldown-epochs 0 --drop-path 0 --log-every 1"
-# A test below runs the demo and TensorBoard, and tests/faults/test_doctor.py the doctor; how a checkout is set
-# up and tested shows at once.
+# A test below runs the demo and TensorBoard, and tests/faults/test_doctor.py the doctor; how a checkout is
+# set up and tested shows at once.
 ELSEWHERE = {"./tools/setup", "source tools/activate", "./tools/demo", "./tools/test"}
 ELSEWHERE |= {"tensorboard --logdir runs", "horovodrun -np 2 python -m horovod_volo.doctor"}
 
