@@ -16,13 +16,16 @@ from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.objective.mixing import Box
-from tests.published.checkouts import PublishedCode, named_folder
+from tests.published.checkouts import PublishedCode
 from tests.published.conftest import compare
-from tests.published.drop_path import Draw, record_draws_of_ours, use_draws_in_published
 from tests.published.examples import CLASSES, labels_of, published_target_of
-from tests.published.pairs import Pair, compare_statistics
-
-named_folder()  # skips this module without checkouts
+from tests.published.pairs import (
+    Draw,
+    Pair,
+    compare_statistics,
+    record_draws_of_ours,
+    use_draws_in_published,
+)
 
 STEPS, BATCH, PIXELS = 10, 4, 64
 DECAY = (

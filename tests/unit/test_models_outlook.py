@@ -64,17 +64,6 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_images_do_not_influence_each_other() -> None:
-    _, ours = pair(2, 3, 1, 2, torch.float32)
-    pixels = drawn(3, 5, 6, 12, dtype=torch.float32)
-    damaged_pixels = pixels.detach().clone()
-    damaged_pixels[0] = float("nan")
-    found = value_and_gradients(ours, damaged_pixels.requires_grad_())[:2]
-    expected = value_and_gradients(ours, pixels)[:2]
-    for damaged, whole in zip(found, expected, strict=True):
-        torch.testing.assert_close(damaged[1:], whole[1:], rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("images", [0, 1, 5])
 def test_images_are_the_same_some_at_a_time_and_alone(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _, module = pair(3, 3, 1, 2, torch.float64)
@@ -91,19 +80,6 @@ def test_pixels_may_be_a_view() -> None:
     theirs, ours = pair(2, 3, 1, 2, torch.float32)
     pixels = drawn(2, 12, 6, 5, dtype=torch.float32).permute(0, 2, 3, 1)
     torch.testing.assert_close(ours(pixels), theirs(pixels), rtol=1e-5, atol=1e-5)
-
-
-def test_attention_dropout_is_refused() -> None:
-    with pytest.raises(ValueError, match="attn_drop_rate=0"):
-        Outlook(OutlookAttention(8, 2, 3, 1, 2, attn_drop=0.1))
-
-
-def test_the_compiled_graph_has_no_breaks() -> None:
-    # A backend without code generation suffices to show that the graph is complete, and is faster.
-    _, ours = pair(2, 3, 1, 2, torch.float32)
-    pixels = drawn(2, 5, 6, 12, dtype=torch.float32)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(value_and_gradients(compiled, pixels), value_and_gradients(ours, pixels))
 
 
 def test_the_operation_is_registered_correctly_for_the_compiler() -> None:

@@ -55,36 +55,16 @@ def with_anchors(channels: int, classes: int, extras: tuple[ExtraMap, ...]) -> S
     )
 
 
-def of_300(name: str, classes: int) -> SSD:
-    return build_ssd(Model(model=name, img_size=300), classes)
-
-
 def tiny() -> SSD:
     torch.manual_seed(0)
     return with_anchors(6, 5, NARROW)
 
 
-def on_meta(name: str) -> SSD:
-    """Build a network without the memory for its weights."""
-    with torch.device("meta"):
-        return of_300(name, 80)
-
-
-@pytest.mark.parametrize(
-    ("name", "trunk", "extras", "parameters"),
-    [("resnet34", 8_170_304, 3_577_088, 19_975_222), ("resnet50", 8_543_296, 3_773_696, 22_894_902)],
-)
-def test_the_number_of_parameters(name: str, trunk: int, extras: int, parameters: int) -> None:
-    model = on_meta(name)
-    assert sum(map(Tensor.numel, model.backbone.parameters())) == trunk
-    assert sum(map(Tensor.numel, model.extras.parameters())) == extras
-    channels = [1024 if name == "resnet50" else 256, 512, 512, 256, 256, 256]
-    heads = [
-        (9 * width + 1) * 85 * shapes for width, shapes in zip(channels, ANCHORS_PER_POSITION, strict=True)
-    ]
-    assert sum(heads) + trunk + extras == parameters
-    assert sum(map(Tensor.numel, model.parameters())) == parameters
-    with torch.device("meta"):
+@pytest.mark.parametrize(("name", "parameters"), [("resnet34", 19_975_222), ("resnet50", 22_894_902)])
+def test_the_number_of_parameters(name: str, parameters: int) -> None:
+    with torch.device("meta"):  # without the memory for the weights
+        model = build_ssd(Model(model=name, img_size=300), 80)
+        assert sum(map(Tensor.numel, model.parameters())) == parameters
         theirs, ours = create_model(name).state_dict(), model.backbone.state_dict()
     assert {key.split(".")[0] for key in theirs.keys() - ours.keys()} == {"layer4", "fc"}
     assert all(theirs[key].shape == value.shape for key, value in ours.items())
