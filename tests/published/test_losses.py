@@ -15,7 +15,7 @@ from horovod_volo.objective.loss import LabelMapTargets, Targets, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Box
 from tests.published.checkouts import PublishedCode
 from tests.published.conftest import compare
-from tests.published.examples import (
+from tests.published.pairs import (
     CLASSES,
     SIDE,
     box_on,

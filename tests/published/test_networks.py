@@ -7,8 +7,7 @@ import torch
 
 from tests.published.checkouts import PublishedCode
 from tests.published.conftest import compare
-from tests.published.examples import BOX, box_on
-from tests.published.pairs import NAMES, compare_training, pair_of
+from tests.published.pairs import BOX, NAMES, box_on, compare_training, pair_of
 from tests.unit import test_models_published_figures as figures
 from tests.unit.network_samples import random_images
 

@@ -18,11 +18,13 @@ from horovod_volo.engine.step import train_step
 from horovod_volo.objective.mixing import Box
 from tests.published.checkouts import PublishedCode
 from tests.published.conftest import compare
-from tests.published.examples import CLASSES, labels_of, published_target_of
 from tests.published.pairs import (
+    CLASSES,
     Draw,
     Pair,
     compare_statistics,
+    labels_of,
+    published_target_of,
     record_draws_of_ours,
     use_draws_in_published,
 )
