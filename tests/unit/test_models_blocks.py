@@ -1,4 +1,4 @@
-"""Outlook attention equals timm's, dropped branches are not computed, recomputing blocks changes no result."""
+"""Outlook attention equals timm's, dropped branches are not computed, recomputing changes no result."""
 
 from __future__ import annotations
 
