@@ -9,7 +9,10 @@ import torch
 from network_samples import perturbed, random_images, unchanged
 from torch import Tensor, nn
 
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
 from horovod_volo.config.task_settings import Objective
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, training_forward
@@ -63,6 +66,7 @@ def test_without_the_head_the_logits_are_those_of_the_class_token(name: str) -> 
 def trained(objective: Objective, *, opt: str = "adamw", steps: int = 3, classes: int = CLASSES) -> nn.Module:
     """Train a network with the head for some steps, as versions did in which every network had one."""
     model = network(classes=classes).train()
+    reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
     named = dict(model.named_parameters())
     groups = parameter_groups(named, named, exempt=(), weight_decay=0.05, layers={}, layer_decay=1.0)
     optimizer = build_optimizer(opt, groups, momentum=0.9)
@@ -72,8 +76,8 @@ def trained(objective: Objective, *, opt: str = "adamw", steps: int = 3, classes
         labels = Labels(torch.arange(4) + step)
         logits = model.training_logits(random_images(4, SIDE), unchanged)
         loss(*logits, labels, NO_BOX).total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with reducer.synchronized_gradients():
+            optimizer.step()
     return model
 
 
