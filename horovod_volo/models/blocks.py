@@ -102,16 +102,16 @@ def _masked_below(device: torch.device) -> float:
 
 
 class Attention(nn.Module):
-    """timm's self-attention over a grid of tokens."""
+    """Multi-head self-attention over a sequence or a grid of tokens."""
 
-    def __init__(self, timm_attention: Any) -> None:
+    def __init__(self, qkv: nn.Linear, proj: nn.Linear, num_heads: int) -> None:
         super().__init__()
-        self.num_heads = timm_attention.num_heads
-        self.qkv, self.proj = timm_attention.qkv, timm_attention.proj
+        self.num_heads = num_heads
+        self.qkv, self.proj = qkv, proj
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return tokens of the same shape (batch, rows, columns, channels)."""
-        joint = self.qkv(tokens).flatten(1, 2).unflatten(2, (3, self.num_heads, -1))
+        """Return tokens of the same shape (batch, ..., channels)."""
+        joint = self.qkv(tokens).flatten(1, -2).unflatten(2, (3, self.num_heads, -1))
         # Split along this dimension: backward stacks the three gradients in the memory order of qkv's output.
         queries, keys, values = (part.transpose(1, 2) for part in joint.unbind(2))
         heads = attend(queries, keys, values)  # each (batch, heads, tokens, width)
@@ -179,9 +179,11 @@ class TwoBranches(nn.Module):
 class Block(TwoBranches):
     """timm's Outlooker or Transformer, whose parameters it shares."""
 
-    def __init__(self, timm_block: Any, attention: type[Attention] | type[Outlook]) -> None:
+    def __init__(self, timm_block: Any, *, is_outlooker: bool) -> None:
         super().__init__()
-        self.norm1, self.attn = timm_block.norm1, attention(timm_block.attn)
+        own = timm_block.attn
+        self.norm1 = timm_block.norm1
+        self.attn = Outlook(own) if is_outlooker else Attention(own.qkv, own.proj, own.num_heads)
         self.norm2, self.mlp = timm_block.norm2, Mlp(timm_block.mlp.fc1, timm_block.mlp.fc2)
         drop_paths = timm_block.drop_path1, timm_block.drop_path2
         self.rates = [float(getattr(each, "drop_prob", 0.0)) for each in drop_paths]  # of the two branches

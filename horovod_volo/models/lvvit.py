@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models.blocks import Mlp, TwoBranches, sample_drop_path, stem_input
+from horovod_volo.models.blocks import Attention, Mlp, TwoBranches, sample_drop_path, stem_input
 from horovod_volo.models.registry import ModelSpec, register_model
 from horovod_volo.models.volo import TwoHeads, fit_position_embedding, run_blocks
 
@@ -48,31 +48,14 @@ class Stem(nn.Module):
         return tokens.permute(0, 2, 3, 1)
 
 
-class SelfAttention(nn.Module):
-    """Multi-head self-attention, without biases of queries, keys and values."""
-
-    def __init__(self, embed_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
-        self.proj = nn.Linear(embed_dim, embed_dim)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return tokens of the same shape (batch, tokens, channels)."""
-        joint = self.qkv(tokens).unflatten(2, (3, self.num_heads, -1))
-        queries, keys, values = (part.transpose(1, 2) for part in joint.unbind(2))  # as in models/blocks.py
-        heads = F.scaled_dot_product_attention(queries, keys, values)
-        result: Tensor = self.proj(heads.transpose(1, 2).flatten(2))
-        return result
-
-
 class LvVitBlock(TwoBranches):
     """A pre-norm transformer block whose residual branches are divided by a constant."""
 
     def __init__(self, embed_dim: int, num_heads: int, mlp_ratio: float, divisor: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim)
-        self.attn = SelfAttention(embed_dim, num_heads)
+        qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.attn = Attention(qkv, nn.Linear(embed_dim, embed_dim), num_heads)
         self.norm2 = nn.LayerNorm(embed_dim)
         hidden = int(embed_dim * mlp_ratio)
         self.mlp = Mlp(nn.Linear(embed_dim, hidden), nn.Linear(hidden, embed_dim))

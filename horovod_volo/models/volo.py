@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from horovod_volo.models.blocks import Attention, Block, DropPathSample, sample_drop_path, stem_input
-from horovod_volo.models.outlook import Outlook
+from horovod_volo.models.blocks import Block, DropPathSample, sample_drop_path, stem_input
 from horovod_volo.models.registry import ModelSpec, State, register_model
 from horovod_volo.models.timm_api import VOLO, resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 
@@ -106,8 +105,8 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
             self.aux_head = None
         for number, stage in enumerate(self.network):
             if isinstance(stage, nn.Sequential):
-                attention = Outlook if number == 0 else Attention
-                self.network[number] = nn.Sequential(*(Block(block, attention) for block in stage))
+                blocks = (Block(block, is_outlooker=number == 0) for block in stage)
+                self.network[number] = nn.Sequential(*blocks)
         self.grid = (self.pos_embed.shape[1], self.pos_embed.shape[2])
         # Listed once: finding them among hundreds of modules takes longer than sampling drop path.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]

@@ -27,12 +27,11 @@ from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.token_labels.geometry import WHOLE
 from horovod_volo.token_labels.source import open_labels
-from tests.published.checkouts import PublishedCode, named_folder
+from tests.published.checkouts import PublishedCode
 
-named_folder()  # skips this module without checkouts
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from coded_images import only_batch, smooth, unnormalised, write_images  # noqa: E402
-from published_augment import NAMES, SPELLING  # noqa: E402
+from coded_images import only_batch, smooth, unnormalised, write_images
+from published_augment import NAMES, SPELLING
 
 SEED, EPOCH, SIDE, CELLS, IMAGES = 8, 3, 64, 18, 48
 SETTINGS = Data(

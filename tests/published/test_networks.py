@@ -1,41 +1,137 @@
-"""The networks against the published ones with equal weights, also at 384 pixels and in odd batches."""
+"""Networks, the weights that both load, and initial weights, against the published code."""
 
 from __future__ import annotations
 
-import sys
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from horovod_volo.models.blocks import Block
 from horovod_volo.models.build import build_model
-from horovod_volo.models.lvvit import LvVit
-from tests.published.checkouts import PublishedCode, named_folder
+from horovod_volo.models.weights import load_weights, read_weights
+from tests.published.checkouts import PublishedCode
 from tests.published.conftest import compare
-from tests.published.examples import BOX, CLASSES, box_on
-from tests.published.pairs import NAMES, compare_statistics, compare_training, pair_of
-from tests.unit.network_samples import random_images
+from tests.published.pairs import BOX, NAMES, box_on, compare_training, pair_of
+from tests.unit import test_models_published_figures as figures
+from tests.unit.network_samples import perturbed, random_images
 
-named_folder()  # skips this module without checkouts
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from formula_weights import fill  # noqa: E402
-from formula_weights import images as formula_images  # noqa: E402
-from test_models_published_figures import BOX as FIGURES_BOX  # noqa: E402
-from test_models_published_figures import FIGURES, summary  # noqa: E402
+NETWORKS = pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
+# Few classes suffice: the published training only compares their number with that in the file.
+FEW = 10
 
-# The published rate of drop path of each network, and its blocks with drop path.
-RATES = {"volo_d1": 0.1, "volo_d2": 0.2, "volo_d3": 0.5, "volo_d4": 0.5, "volo_d5": 0.75}
-RATES |= {"lvvit_t": 0.1, "lvvit_s": 0.1, "lvvit_m": 0.2, "lvvit_l": 0.3}
-BLOCKS = {"volo_d1": 14, "volo_d2": 18, "volo_d3": 28, "volo_d4": 28, "volo_d5": 36}
-BLOCKS |= {"lvvit_t": 11, "lvvit_s": 15, "lvvit_m": 19, "lvvit_l": 23}
+
+def saved(published: PublishedCode, name: str, path: Path, *, classes: int, form: str) -> Path:
+    """Save a published network for 224 pixels in a format that the published training reads."""
+    model = perturbed(published.network(name, num_classes=classes))
+    state: dict[str, Any] = dict(model.state_dict())
+    if form != "plain":
+        state = {f"module.{key}": tensor for key, tensor in state.items()}
+    if form == "averaged":
+        state = {"state_dict": {key: 2 * tensor for key, tensor in state.items()}, "state_dict_ema": state}
+    elif form == "checkpoint":
+        state = {"epoch": 3, "state_dict": state}
+    torch.save(state, path)
+    return path
+
+
+def loaded(
+    published: PublishedCode,
+    name: str,
+    file: Path,
+    *,
+    img_size: int,
+    classes: int,
+    use_ema: bool = False,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of our network before and after loading, and those of the published one after it."""
+    torch.manual_seed(5)
+    ours = build_model(name, img_size=img_size, num_classes=classes, drop_path=0.0)
+    theirs = published.network(name, img_size=img_size, num_classes=classes)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    initial = {key: tensor.clone() for key, tensor in ours.state_dict().items()}
+    load_weights(ours, name, read_weights(str(file), use_ema=use_ema).tensors, str(file))
+    published.weights.load_pretrained_weights(
+        theirs, str(file), use_ema=use_ema, strict=False, num_classes=classes
+    )
+    return initial, ours.state_dict(), theirs.state_dict()
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Require bit-identical tensors, and nearly equal position embeddings, which are resized."""
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key]) and key != "pos_embed"] == []
+    torch.testing.assert_close(ours["pos_embed"], theirs["pos_embed"], rtol=0.0, atol=1e-7)
+
+
+@NETWORKS
+@pytest.mark.parametrize(
+    ("form", "use_ema", "img_size", "classes"),
+    [
+        ("plain", False, 224, FEW),
+        ("checkpoint", False, 224, FEW),
+        ("averaged", False, 224, FEW),
+        ("averaged", True, 224, FEW),
+        ("checkpoint", False, 384, FEW),
+        ("checkpoint", False, 160, FEW),
+        ("checkpoint", False, 384, 1000),
+    ],
+)
+def test_loaded_weights(
+    published: PublishedCode,
+    tmp_path: Path,
+    name: str,
+    form: str,
+    use_ema: bool,
+    img_size: int,
+    classes: int,
+) -> None:
+    """Of each format, with the embedding resized for other image sizes, and with heads of other classes."""
+    file = saved(published, name, tmp_path / "weights.pth", classes=classes, form=form)
+    initial, ours, theirs = loaded(published, name, file, img_size=img_size, classes=FEW, use_ema=use_ema)
+    assert_equal(ours, theirs)
+    assert ours["pos_embed"].shape == initial["pos_embed"].shape
+    if img_size == 224:
+        assert torch.equal(ours["pos_embed"], theirs["pos_embed"])  # the embedding was not resized
+    heads = [key for key in ours if key.startswith(("head", "aux_head"))]
+    assert len(heads) == 4
+    # Heads for other classes keep their initial weights.
+    assert all(torch.equal(ours[key], initial[key]) == (classes != FEW) for key in heads)
+
+
+@NETWORKS
+def test_initial_weights_have_the_same_distributions(published: PublishedCode, name: str) -> None:
+    """Both draw from the same distributions, but in another order."""
+    torch.manual_seed(6)
+    ours = build_model(name, img_size=224, num_classes=FEW, drop_path=0.0).state_dict()
+    torch.manual_seed(7)
+    theirs = published.network(name, num_classes=FEW).state_dict()
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        if theirs[key].unique().numel() == 1:
+            assert torch.equal(ours[key], theirs[key]), key
+            continue
+        own, other = (without_limits(state[key]) for state in (ours, theirs))
+        deviation, count = other.std().item(), len(other)
+        # Six standard errors, which are sqrt(2 / count) standard deviations for the difference of two means,
+        # and 1 / sqrt(count) for that of two standard deviations.
+        assert (own.mean() - other.mean()).abs() < 6 * deviation * (2 / count) ** 0.5, key
+        assert own.std().item() == pytest.approx(deviation, rel=6 * count**-0.5), key
+
+
+def without_limits(weights: Tensor) -> Tensor:
+    """Leave out weights at the limits of timm's truncated normal distribution.
+
+    About one in 2**25 is drawn as an infinity and clamped to a limit, a hundred standard deviations away.
+    """
+    return weights[weights.abs() < 2.0].double()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_network(name: str, published: PublishedCode) -> None:
-    """Names and shapes, logits of evaluation, and from images to gradients."""
-    pair = pair_of(published, name)
+    """Names and shapes, logits of evaluation, rates of drop path, and from images to gradients."""
+    pair = pair_of(published, name, drop_path=0.3)
     ours, theirs = (
         {name: tensor.shape for name, tensor in model.state_dict().items()}
         for model in (pair.ours, pair.theirs)
@@ -50,54 +146,17 @@ def test_a_network(name: str, published: PublishedCode) -> None:
     compare_training(published, pair, 2, BOX)
 
 
-@pytest.mark.parametrize("name", ["volo_d1", "lvvit_s"])
-def test_384_pixels(published: PublishedCode, name: str) -> None:
-    pair, images, box = pair_of(published, name, img_size=384), random_images(2, 384), box_on(24)
+@pytest.mark.parametrize(
+    ("name", "batch", "side"),
+    [("volo_d1", 2, 384), ("lvvit_s", 2, 384), ("volo_d1", 3, 224), ("lvvit_t", 3, 224)],
+)
+def test_384_pixels_and_odd_batches(name: str, batch: int, side: int, published: PublishedCode) -> None:
+    """The middle image of an odd batch is its own MixToken partner."""
+    pair, images = pair_of(published, name, img_size=side), random_images(batch, side)
     with torch.inference_mode():
         evaluated = pair.ours.eval()(images)
-        compare(f"{name}, evaluation at 384 px", evaluated, pair.theirs.eval()(images))
-    compare_training(published, pair, 2, box, img_size=384)
-
-
-@pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
-def test_an_odd_batch(published: PublishedCode, name: str) -> None:
-    batch = 3  # the middle image is its own MixToken partner
-    pair, images, box = pair_of(published, name), random_images(batch, 224), box_on(14)
-    with torch.inference_mode(), published.fixed_box(name, box):
-        class_logits, token_logits = pair.ours.train().training_logits(images, box.swap_tokens)
-        of_class, of_tokens, corners = pair.theirs.train()(images)
-    assert corners == (3, 5, 10, 9)
-    compare(f"{name}, class logits of {batch}", class_logits, of_class)
-    compare(f"{name}, token logits of {batch}", token_logits, of_tokens)
-    compare_statistics(name, pair.ours, pair.theirs)
-    compare_training(published, pair, batch, box)
-
-
-@pytest.mark.parametrize("name", RATES)
-def test_the_rates_of_drop_path(name: str, published: PublishedCode) -> None:
-    rate = RATES[name]
-    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):  # without memory for the weights
-        patch.setattr(torch, "linspace", partial(torch.linspace, device="cpu"))
-        ours = build_model(name, img_size=224, num_classes=CLASSES, drop_path=rate)
-        theirs = published.network(name, drop_path=rate)
-    # Outlookers and class attention have no drop path, and LV-ViT's first block has a rate of 0.
-    assert our_rates(ours) == pytest.approx(published_rates(theirs), rel=1e-6)
-    assert len(our_rates(ours)) == BLOCKS[name]
-
-
-def our_rates(model: torch.nn.Module) -> list[float]:
-    """Return the rates of all blocks with drop path, in order."""
-    if isinstance(model, LvVit):
-        return [rate for rate in model.rates if rate]
-    pairs = [block.rates for block in model.modules() if isinstance(block, Block)]
-    assert all(first == second for first, second in pairs)  # of attention and MLP
-    return [first for first, _ in pairs if first]
-
-
-def published_rates(model: torch.nn.Module) -> list[float]:
-    """Return the rates of a published network, whose blocks have one drop path module for both branches."""
-    blocks = [getattr(block, "drop_path", None) for block in model.modules()]
-    return [block.drop_prob for block in blocks if getattr(block, "drop_prob", 0.0)]
+        compare(f"{name}, evaluation at {side} px", evaluated, pair.theirs.eval()(images))
+    compare_training(published, pair, batch, box_on(side // 16), img_size=side)
 
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
@@ -109,15 +168,16 @@ def test_drop_path(name: str, published: PublishedCode) -> None:
     assert len(counts) > 2
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", figures.FIGURES)
 @torch.inference_mode()
 def test_the_recorded_figures_are_of_the_published_networks(name: str, published: PublishedCode) -> None:
     """Those that the unit tests compare our networks with; a failure shows them anew."""
     model = published.network(name)
-    fill(model)
-    images = formula_images(2, 224)
-    with published.fixed_box(name, FIGURES_BOX):
-        found = {"evaluation": summary(model.eval()(images))}
+    figures.fill(model)
+    images = figures.images(2, 224)
+    with published.fixed_box(name, figures.BOX):
+        found = {"evaluation": figures.summary(model.eval()(images))}
         class_logits, token_logits, _ = model.train()(images)
-    found |= {"class": summary(class_logits), "tokens": summary(token_logits)}
-    assert found == {what: pytest.approx(figures, abs=1e-4) for what, figures in FIGURES[name].items()}
+    found |= {"class": figures.summary(class_logits), "tokens": figures.summary(token_logits)}
+    recorded = figures.FIGURES[name].items()
+    assert found == {what: pytest.approx(values, abs=1e-4) for what, values in recorded}

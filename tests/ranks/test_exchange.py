@@ -20,10 +20,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.engine.accuracy import ImageScores
 from tests.ranks.launching import alone, on_ranks
-from tests.ranks.muon_steps import STEPS as MUON_STEPS
-from tests.ranks.muon_steps import MuonSteps
-from tests.ranks.norm_steps import NormStep
-from tests.ranks.reducing import Steps
+from tests.ranks.steps import MUON_STEPS, MuonSteps, NormStep, Steps
 from tests.ranks.test_world import check, collectives
 
 Call = Callable[[World], Any]

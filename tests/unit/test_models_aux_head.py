@@ -85,11 +85,6 @@ def reason_of(model: nn.Module) -> str:
     return reason_to_leave_out(model.state_dict(), {}, "auto", "some.pth")
 
 
-@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
-def test_an_untrained_head_is_left_out(name: str) -> None:
-    assert reason_of(network(name)) == NEVER
-
-
 @pytest.mark.parametrize("opt", ["adamw", "lamb", "lars", "sgd"])
 @pytest.mark.parametrize("objective", [Objective(), Objective(token_label=True, dense_weight=0.0)])
 def test_a_head_that_only_weight_decay_changed_is_left_out(objective: Objective, opt: str) -> None:

@@ -30,41 +30,28 @@ def trained(parts: str) -> list[str]:
     return [name for name, parameter in network.named_parameters() if parameter.requires_grad]
 
 
-def test_the_backbone_is_all_but_the_heads() -> None:
+def test_a_part_is_the_backbone_or_a_prefix() -> None:
     assert trained("backbone") == ["aux_head.weight", "aux_head.bias", "head.weight", "head.bias"]
-
-
-def test_parts_and_prefixes_add_up() -> None:
-    parts = trained("patch_embed, network.2.0.attn")
-    assert set(trained("")) - set(parts) == {
-        name for name in trained("") if name.startswith(("patch_embed", "network.2.0.attn"))
-    }
-
-
-def test_of_a_network_with_a_backbone_only_that_is_meant() -> None:
+    prefixes = ("patch_embed", "network.2.0.attn")
+    assert trained(", ".join(prefixes)) == [name for name in trained("") if not name.startswith(prefixes)]
+    # A part that is called so is the backbone.
     network = nn.ModuleDict({"backbone": nn.Linear(2, 2), "neck": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     freeze(network, "backbone", ("head",))
-    assert [name for name, each in network.named_parameters() if not each.requires_grad] == [
-        "backbone.weight",
-        "backbone.bias",
-    ]
+    frozen = [name for name, each in network.named_parameters() if not each.requires_grad]
+    assert frozen == ["backbone.weight", "backbone.bias"]
 
 
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        (
-            "patch_embd",
-            "--freeze patch_embd: no parameter has a name that begins so. Did you mean patch_embed?",
-        ),
-        ("stem", "--freeze stem: no parameter has a name that begins so."),
-        ("backbone,head,aux_head", "--freeze backbone,head,aux_head leaves no parameter to train."),
+        ("patch_embd", "--freeze patch_embd: .* Did you mean patch_embed"),
+        ("stem", "--freeze stem: no parameter"),
+        ("backbone,head,aux_head", "--freeze backbone,head,aux_head leaves no parameter to train"),
     ],
 )
 def test_mistakes(parts: str, said: str) -> None:
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match=said):
         trained(parts)
-    assert said in str(raised.value)
 
 
 def test_frozen_batch_norm_keeps_its_statistics_and_others_move_theirs() -> None:

@@ -29,11 +29,23 @@ def images(side: int, count: int = 2) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def test_a_convolutional_network_with_a_linear_head():
-    network, batch = network_of("resnet18"), images(96)
-    logits = token_logits(network, batch)
-    weight = network.fc.weight[:, :, None, None]
-    torch.testing.assert_close(logits, torch.conv2d(network.forward_features(batch), weight, network.fc.bias))
+@pytest.mark.parametrize(
+    ("name", "options", "head"),
+    [
+        ("resnet18", {}, "fc"),
+        (
+            "swin_tiny_patch4_window7_224",  # its maps are channels-last
+            {"img_size": 96, "window_size": 3, "depths": (1, 1, 1, 1)},
+            "head.fc",
+        ),
+    ],
+)
+def test_a_linear_head_after_a_map(name, options, head):
+    network, batch = network_of(name, **options), images(96)
+    cells, logits = network.forward_features(batch), token_logits(network, batch)
+    last = cells if head == "head.fc" else cells.permute(0, 2, 3, 1)
+    expected = network.get_submodule(head)(last).permute(0, 3, 1, 2)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits.mean(dim=(2, 3)), network(batch))
     assert logits.shape == (2, CLASSES, 3, 3)
 
@@ -65,16 +77,6 @@ def test_each_token_of_a_transformer_has_the_heads_logits(name, options, prefix)
     logits = token_logits(network, batch)
     torch.testing.assert_close(logits.flatten(2), expected.transpose(1, 2))
     assert logits.shape == (2, CLASSES, 4, 4)
-
-
-@torch.inference_mode()
-def test_a_channels_last_network():
-    network = network_of("swin_tiny_patch4_window7_224", img_size=64, window_size=2, depths=(1, 1, 1, 1))
-    batch = images(64)
-    logits = token_logits(network, batch)
-    expected = network.head.fc(network.forward_features(batch)).permute(0, 3, 1, 2)
-    torch.testing.assert_close(logits, expected)
-    torch.testing.assert_close(logits.mean(dim=(2, 3)), network(batch))
 
 
 @torch.inference_mode()
@@ -130,12 +132,6 @@ def test_weights_and_normalisation_are_the_teachers_own(tmp_path):
     assert teacher.name == again.name
     assert teacher.name != load("vit_tiny_patch16_224", tmp_path / "o.pth").name
     assert teacher.name.startswith("vit_tiny_patch16_224 at 64 pixels, weights ")
-
-
-def test_weights_for_another_size_are_adapted_by_timm(tmp_path):
-    torch.save(network_of("vit_tiny_patch16_224", img_size=64).state_dict(), tmp_path / "w.pth")
-    teacher = load("vit_tiny_patch16_224", tmp_path / "w.pth", side=96)
-    assert teacher.label(torch.rand(1, 3, 96, 96)).shape == (1, CLASSES, 6, 6)
 
 
 def test_a_run_folder_is_a_teacher(tmp_path):

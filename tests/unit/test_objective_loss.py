@@ -1,22 +1,196 @@
-"""The complete loss against the dense published formula in float64."""
+"""The loss with targets from label maps, against dense published formulas and RoIAlign by loops."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import published_targets as published
 import pytest
 import torch
-from largest_tensor import LargestTensor
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from horovod_volo.bench.comparison import peak_extra_bytes
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import LabelMaps, Labels
-from horovod_volo.objective.label_map import Geometry
+from horovod_volo.objective.label_map import Geometry, map_targets, most_probable, roi_weights
 from horovod_volo.objective.loss import LossParts, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Box
+from horovod_volo.objective.soft_target import SoftTarget
+
+
+class LargestTensor(TorchDispatchMode):
+    """A context that records the number of elements of the largest tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+GEOMETRIES = get_args(Geometry)
+
+
+def map_target(scores: Tensor, ids: Tensor, boxes: Tensor, *, side: int, **how: Any) -> SoftTarget:
+    """Return the targets of one grid."""
+    (target,) = map_targets(scores, ids, boxes, sides=(side,), **how)
+    return target
+
+
+def dense_target(
+    scores: Tensor, ids: Tensor, boxes: Tensor, side: int, num_classes: int, geometry: Geometry
+) -> Tensor:
+    """Return our target in dense form, (batch, side x side, classes)."""
+    target = map_target(scores, ids, boxes, side=side, num_classes=num_classes, geometry=geometry)
+    return published.dense(target, num_classes).unflatten(0, (len(scores), side * side))
+
+
+SPECIAL_BOXES = [
+    (0.0, 0.0, 1.0, 1.0),  # whole image
+    (0.0, 0.5, 0.5, 0.5),  # whole numbers of cells, where the number of samples steps up
+    (0.96875, 0.9375, 0.03125, 0.0625),  # smaller than a cell, in the last corner: extended beyond the map
+    (0.25, 0.0, 0.0625, 1.0),  # a strip
+]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    ("height", "width", "side", "k", "num_classes"),
+    [
+        (18, 18, 14, 5, 40),
+        (18, 18, 1, 5, 40),
+        (8, 8, 4, 3, 3),  # every class in every cell, so that no class has logit 0
+        (8, 8, 8, 3, 12),
+        (7, 7, 7, 5, 1000),
+        (5, 5, 12, 2, 7),  # more tokens than cells
+        (9, 9, 2, 1, 6),
+        (1, 1, 3, 2, 5),
+        (6, 9, 4, 2, 11),
+        (9, 6, 4, 2, 11),
+    ],
+)
+def test_targets_equal_the_published_formula(
+    height: int, width: int, side: int, k: int, num_classes: int, geometry: Geometry
+) -> None:
+    scores, ids, boxes = published.random_maps(6, k, height, width, num_classes, seed=height * side)
+    boxes[: len(SPECIAL_BOXES)] = torch.tensor(SPECIAL_BOXES)
+    expected = published.batch_target(scores, ids, boxes, side, num_classes, geometry)
+    actual = dense_target(scores, ids, boxes, side, num_classes, geometry)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("height", "width"), [(18, 18), (9, 9), (6, 11), (1, 1)])
+@pytest.mark.parametrize("side", [1, 4, 14])
+def test_boxes_beyond_their_map_read_its_nearest_cells(height: int, width: int, side: int) -> None:
+    scores, ids, _ = published.random_maps(8, 2, height, width, 11, seed=20)
+    boxes = torch.tensor(
+        [
+            [-0.3, 0.1, 1.6, 0.8],  # beyond above and below
+            [0.1, -0.25, 0.8, 0.75],  # to the left
+            [0.5, 0.5, 0.9, 1.25],  # below and to the right
+            [-1.5, 0.2, 1.0, 0.3],  # outside the map
+            [0.2, 1.25, 0.3, 1.0],
+            [-0.75, -0.5, 2.5, 2.0],
+            [0.25, 0.25, 0.5, 0.5],  # inside, in a batch with boxes outside
+            [0.98, 0.1, 0.04, 0.5],  # smaller than a cell
+        ]
+    )
+    expected = published.batch_target(scores, ids, boxes, side, 11, "corrected")
+    target = map_target(
+        scores, ids, boxes, side=side, num_classes=11, geometry="corrected", reach=float(boxes[:, 2:].max())
+    )
+    actual = published.dense(target, 11).unflatten(0, (8, side * side))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("extreme", [1e4, -1e4, 60000.0])
+def test_targets_of_extreme_logits_are_finite(extreme: float) -> None:
+    scores, ids, boxes = published.random_maps(2, 2, 4, 4, 9, seed=11)
+    scores = (scores.sign() * extreme).half()
+    expected = published.batch_target(scores, ids, boxes, 2, 9, "corrected")
+    torch.testing.assert_close(
+        dense_target(scores, ids, boxes, 2, 9, "corrected"), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_negative_logits_of_all_classes_keep_their_order() -> None:
+    scores, ids, boxes = published.random_maps(2, 3, 4, 4, 3, seed=17)  # all three classes in every cell
+    scores = -1000 - scores
+    expected = published.batch_target(scores, ids, boxes, 2, 3, "corrected")
+    torch.testing.assert_close(
+        dense_target(scores, ids, boxes, 2, 3, "corrected"), expected, rtol=1e-3, atol=1e-4
+    )
+    target = map_target(scores, ids, boxes, side=2, num_classes=3, geometry="corrected")
+    assert torch.equal(most_probable(target), expected.argmax(dim=2).flatten())
+
+
+def test_several_grids_at_once_equal_each_alone() -> None:
+    maps = published.random_maps(2, 3, 6, 6, 30, seed=18)
+    how = {"num_classes": 30, "geometry": "corrected"}
+    for side, target in zip((1, 4), map_targets(*maps, sides=(1, 4), **how), strict=True):
+        alone = map_target(*maps, side=side, **how)
+        assert torch.equal(published.dense(target, 30), published.dense(alone, 30))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ids_are_exact_with_logits_of_any_sign(sign: int) -> None:
+    scores, ids, boxes = published.random_maps(2, 3, 6, 6, 12, seed=19)
+    scores, large = sign * scores.abs(), ids * 2_000_000  # beyond 2^24
+    few = map_target(scores, ids, boxes, side=3, num_classes=12, geometry="corrected")
+    many = map_target(scores, large, boxes, side=3, num_classes=24_000_000, geometry="corrected")
+    assert torch.equal(many.ids, few.ids * 2_000_000)
+
+
+@pytest.mark.parametrize("num_classes", [4, 9])
+def test_the_most_probable_class_is_the_first_maximum(num_classes: int) -> None:
+    scores, ids, boxes = published.random_maps(40, 2, 3, 3, num_classes, seed=14)
+    scores[:20] = -scores[
+        :20
+    ].abs()  # here a class without an entry is the most probable, or in a full row the least negative one
+    target = map_target(scores, ids, boxes, side=2, num_classes=num_classes, geometry="corrected")
+    # In single precision, so that equal probabilities are equal numbers.
+    expected = published.dense(target, num_classes).float().argmax(dim=1)
+    assert torch.equal(most_probable(target), expected)
+
+
+@pytest.mark.parametrize("side", [1, 14])
+def test_memory_does_not_depend_on_the_number_of_classes(side: int) -> None:
+    scores, ids, boxes = published.random_maps(4, 5, 18, 18, 1000, seed=15)
+    largest = []
+    for num_classes in (1000, 21841):
+        with LargestTensor() as recorder:
+            map_target(scores, ids, boxes, side=side, num_classes=num_classes, geometry="corrected")
+        largest.append(recorder.elements)
+    window = 3 if side == 14 else 18
+    assert largest == [4 * side * side * window * window * 5] * 2
+
+
+@pytest.mark.parametrize("reach", [None, 1.0, 1.3333, 4.7])  # None: boxes inside the map
+@pytest.mark.parametrize(("size", "side"), [(18, 14), (18, 24), (9, 14), (14, 1), (3, 2), (3, 8)])
+def test_the_weights_of_windows_sum_to_one_and_are_on_the_map(
+    size: int, side: int, reach: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(21)
+    largest = reach or 1.0
+    extent = largest * (torch.rand(2000, generator=generator) * 0.95 + 0.05)
+    start = torch.rand(2000, generator=generator)
+    start = 3 * start - 1 if reach else start * (1 - extent)
+    start[0], extent[0] = 0.0, largest
+    cells, weights = roi_weights(start, extent, side=side, size=size, scale=size, reach=largest)
+    assert cells.min() >= 0
+    assert cells.max() < size
+    # A box inside the map that is smaller than a cell is extended, possibly beyond the map.
+    chosen = (start < 0) | (start + extent > 1) if reach else extent * size >= 1
+    whole = weights.sum(dim=2)[chosen]
+    torch.testing.assert_close(whole, torch.ones_like(whole))
+
 
 BATCH, CLASSES, SIDE = 4, 12, 3
 TEACHER = Objective(token_label=True, token_label_data="maps", cls_weight=0.75, dense_weight=0.5)
@@ -120,11 +294,6 @@ def test_without_token_labels_the_loss_is_that_of_the_mixed_class() -> None:
     parts.total.backward()
     assert token_logits.grad is None
     assert class_logits.grad is not None
-
-
-def test_a_batch_without_label_maps_is_refused_where_the_settings_name_some() -> None:
-    with pytest.raises(ValueError, match="label maps, but the batch has none"):
-        build_loss(TEACHER, CLASSES, SIDE)(*random_logits(), Labels(torch.zeros(BATCH).long()), NO_BOX)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -1,16 +1,32 @@
-"""Soft targets and their cross-entropy against the dense formulas."""
+"""Soft targets, their cross-entropy and their binary cross-entropy against the dense formulas and timm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import published_targets as published
 import pytest
 import torch
+from test_objective_loss import (
+    BOX,
+    CLASSES,
+    SIDE,
+    TEACHER,
+    labels_with_maps,
+    random_logits,
+    teacher_targets,
+)
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
+from horovod_volo.config.task_settings import Objective
+from horovod_volo.core.errors import UserError
 from horovod_volo.objective import soft_target
-from horovod_volo.objective.soft_target import SoftTarget, blend, cross_entropy, one_hot, smoothed
+from horovod_volo.objective.binary_cross_entropy import binary_cross_entropy
+from horovod_volo.objective.loss import build_loss, check_threshold
+from horovod_volo.objective.soft_target import SoftTarget, blend, cross_entropy, one_hot
 
 
 def random_target(rows: int, entries: int, num_classes: int, seed: int) -> SoftTarget:
@@ -41,14 +57,21 @@ def ours(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor]:
     return loss.detach(), leaf.grad
 
 
+def bounds_of(dtype: torch.dtype) -> dict[str, float]:
+    """Return the bounds of a gradient: half precision adds only its own rounding."""
+    return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("entries", "num_classes"), [(1, 3), (4, 10), (30, 10), (45, 1000)])
-def test_cross_entropy_equals_the_dense_formula(entries: int, num_classes: int) -> None:
+def test_cross_entropy_equals_the_dense_formula(entries: int, num_classes: int, dtype: torch.dtype) -> None:
     target = random_target(6, entries, num_classes, seed=entries)
-    logits = torch.randn(6, num_classes, generator=torch.Generator().manual_seed(1)) * 3
+    logits = (torch.randn(6, num_classes, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     loss, grad = ours(logits, target)
     expected_loss, expected_grad = oracle(logits, target)
+    assert (loss.dtype, grad.dtype) == (torch.float32, dtype)
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, expected_grad.to(dtype), **bounds_of(dtype))
 
 
 def test_the_loss_of_large_logits_is_finite() -> None:
@@ -63,18 +86,6 @@ def test_the_loss_of_large_logits_is_finite() -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_logits_add_only_their_own_rounding(dtype: torch.dtype) -> None:
-    target = random_target(5, 8, 1000, seed=2)
-    logits = (torch.randn(5, 1000, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
-    loss, grad = ours(logits, target)
-    expected_loss, expected_grad = oracle(logits, target)
-    assert loss.dtype == torch.float32
-    assert grad.dtype == dtype
-    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=1e-2, atol=1e-6)
-
-
 def test_autocast_does_not_change_the_loss() -> None:
     target = random_target(4, 3, 50, seed=4)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(5))
@@ -83,11 +94,6 @@ def test_autocast_does_not_change_the_loss() -> None:
         cast_loss, cast_grad = ours(logits, target)
     assert torch.equal(loss, cast_loss)
     assert torch.equal(grad, cast_grad)
-
-
-def test_a_target_of_other_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="4 rows of logits, but 1 rows"):
-        cross_entropy(torch.zeros(4, 5), one_hot(torch.tensor([2]), 5, 0.1))
 
 
 def loss_in_place(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,23 +117,14 @@ def test_the_in_place_form_writes_the_gradient_over_the_logits(
     assert grad.dtype == dtype
     assert grad.data_ptr() == given.data_ptr()
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
-    bounds = (1e-5, 1e-5) if dtype == torch.float32 else (1e-2, 1e-6)
-    torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=bounds[0], atol=bounds[1])
+    torch.testing.assert_close(grad, expected_grad.to(dtype), **bounds_of(dtype))
 
 
-def leaf(logits: Tensor) -> Tensor:
-    return logits.requires_grad_()
-
-
-def view_of_a_leaf(logits: Tensor) -> Tensor:
-    return logits.unsqueeze(0).requires_grad_().flatten(0, 1)
-
-
-def without_gradient(logits: Tensor) -> Tensor:
-    return logits
-
-
-@pytest.mark.parametrize("make", [leaf, view_of_a_leaf, without_gradient])
+@pytest.mark.parametrize(
+    "make",
+    [Tensor.requires_grad_, lambda logits: logits.unsqueeze(0).requires_grad_().flatten(0, 1), Tensor.detach],
+    ids=["leaf", "view of a leaf", "without gradient"],
+)
 def test_leaves_and_logits_without_gradient_are_not_overwritten(make: Callable[[Tensor], Tensor]) -> None:
     target = random_target(4, 3, 50, seed=11)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(12))
@@ -143,43 +140,84 @@ def test_leaves_and_logits_without_gradient_are_not_overwritten(make: Callable[[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_second_backward_is_an_error(dtype: torch.dtype) -> None:
+def test_a_second_backward_or_one_that_needs_the_logits_is_an_error(dtype: torch.dtype) -> None:
     target = random_target(4, 3, 50, seed=11)
     given = torch.randn(4, 50, generator=torch.Generator().manual_seed(12), dtype=dtype).requires_grad_() * 1
     loss = cross_entropy(given, target, overwrite=True).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_backward_that_needs_the_logits_is_an_error(dtype: torch.dtype) -> None:
-    target = random_target(4, 3, 50, seed=11)
     given = torch.zeros(4, 50, dtype=dtype).requires_grad_().exp()  # the backward of exp reads its output
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         cross_entropy(given, target, overwrite=True).sum().backward()
 
 
-def test_one_hot_has_mass_one() -> None:
-    target = one_hot(torch.tensor([2, 0]), 4, 0.2)
-    expected = torch.tensor([[0.05, 0.05, 0.85, 0.05], [0.85, 0.05, 0.05, 0.05]], dtype=torch.float64)
-    torch.testing.assert_close(published.dense(target, 4), expected, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(target.uniform * 4 + target.weights.sum(dim=1), torch.ones(2))
+timm_loss = pytest.importorskip("timm.loss")
 
 
-def test_smoothing_adds_the_published_excess() -> None:
-    target = SoftTarget(torch.tensor([0.1]), torch.tensor([[1, 3]]), torch.tensor([[0.2, 0.4]]))  # mass 1
-    expected = published.smooth(published.dense(target, 4), 0.1)
-    torch.testing.assert_close(published.dense(smoothed(target, 4, 0.1), 4), expected, rtol=1e-6, atol=1e-7)
-    target = smoothed(target, 4, 0.1)
-    torch.testing.assert_close(target.uniform * 4 + target.weights.sum(dim=1), torch.tensor([1.025]))
+def dense_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of each row in float64."""
+    return binary_cross_entropy_with_logits(logits.double(), target, reduction="none").mean(dim=1)
 
 
-@pytest.mark.parametrize("weight", [0.7, torch.tensor([0.0, 0.25, 1.0])])
-def test_blend_equals_the_dense_mixture(weight: float | Tensor) -> None:
-    first, second = random_target(3, 2, 6, seed=6), random_target(3, 5, 6, seed=7)
-    column = weight.unsqueeze(1) if isinstance(weight, Tensor) else weight
-    expected = column * published.dense(first, 6) + (1 - column) * published.dense(second, 6)
+@pytest.mark.parametrize("block", [1, 2500, 1 << 20])  # one row, some rows, all rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_it_equals_the_dense_formula(
+    block: int, dtype: torch.dtype, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soft_target, "_BLOCK", block)
+    target = random_target(6, 12, 1001, seed=12)
+    leaf = (torch.randn(6, 1001, generator=torch.Generator().manual_seed(1)) * 30).to(dtype).requires_grad_()
+    exact = leaf.detach().double().requires_grad_()
+    of_rows = torch.arange(1, 7)
+    expected = dense_loss(exact, published.dense(target, 1001))
+    (expected * of_rows).sum().backward()
+    logits = leaf * 1
+    loss = binary_cross_entropy(logits, target, overwrite=in_place)
+    (grad,) = torch.autograd.grad((loss * of_rows).sum(), logits)
+    assert loss.dtype == torch.float32
+    assert (grad.data_ptr() == logits.data_ptr()) == in_place
+    assert exact.grad is not None
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
-        published.dense(blend(first, second, weight), 6), expected, rtol=1e-6, atol=1e-6
+        grad, exact.grad.to(dtype), rtol=1e-2 if dtype != torch.float32 else 1e-4, atol=1e-8
     )
+
+
+@pytest.mark.parametrize(("smoothing", "threshold"), [(0.1, 0.0), (0.0, 0.0), (0.1, 0.3), (0.0, 0.6)])
+def test_it_is_timms_on_mixed_images(smoothing: float, threshold: float) -> None:
+    """Images 1 and 4 are mixed with one of their own class."""
+    classes = torch.tensor([0, 3, 5, 2, 3, 1])
+    target = one_hot(classes, 7, smoothing)
+    mixed = blend(target, target.reversed_batch(), 0.55)
+    logits = torch.randn(6, 7, generator=torch.Generator().manual_seed(2)) * 3
+    theirs = timm_loss.BinaryCrossEntropy(target_threshold=threshold or None)
+    expected = theirs(logits.double(), published.dense(mixed, 7))
+    found = binary_cross_entropy(logits, mixed, threshold).mean()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    if not threshold:
+        smooth = timm_loss.BinaryCrossEntropy(smoothing=smoothing)(logits.double(), classes)
+        torch.testing.assert_close(
+            binary_cross_entropy(logits, target).mean().double(), smooth, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_the_loss_by_name_with_label_maps() -> None:
+    settings, labels = replace(TEACHER, loss="bce"), labels_with_maps()
+    logits = random_logits()
+    class_target, token_target = teacher_targets(labels, settings)
+    mixed = BOX.lam * class_target + (1 - BOX.lam) * class_target.flip(0)
+    parts = build_loss(settings, CLASSES, SIDE)(*logits, labels, BOX)
+    class_loss = dense_loss(logits[0], mixed).mean()
+    token_loss = dense_loss(logits[1].flatten(0, 1), token_target.flatten(0, 1)).mean()
+    total = settings.cls_weight * class_loss + settings.dense_weight * token_loss
+    for part, expected in zip(parts, (total, class_loss, token_loss), strict=True):
+        torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_threshold_below_the_smoothed_target_of_every_class_is_refused() -> None:
+    settings = Objective(loss="bce", smoothing=0.1, bce_target_threshold=0.01)
+    check_threshold(settings, 1000)
+    with pytest.raises(UserError, match="--bce-target-threshold"):
+        check_threshold(settings, 10)

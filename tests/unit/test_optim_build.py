@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Collection
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
-from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers
+from horovod_volo.core.errors import UserError
+from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, layer_numbers
 from horovod_volo.models.volo import Volo
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, set_lr, state_tensors
 
@@ -31,11 +35,13 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def groups(model: nn.Module, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+def groups(
+    model: nn.Module, layer_decay: float = 1.0, matrices: Collection[str] = ()
+) -> list[dict[str, Any]]:
     layers = layer_numbers(model) if layer_decay != 1 else {}
     named, exempt = named_parameters(model), exempt_from_decay(model)
     decays = {"weight_decay": DECAY, "layers": layers, "layer_decay": layer_decay}
-    return parameter_groups(named, named, exempt=exempt, **decays)
+    return parameter_groups(named, named, exempt=exempt, matrices=matrices, **decays)
 
 
 def build(model: Volo, name: str = "adamw") -> Optimizer:
@@ -110,12 +116,15 @@ def test_steps_equal_timms_and_torchs(name: str, model: Volo) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd", "muon"])
 def test_no_optimizer_adds_state_during_training(name: str, model: Volo) -> None:
-    optimizer = build(model, name)
-    before = state_tensors(optimizer, named_parameters(model))
+    matrices = hidden_matrices(model, ("head", "aux_head")) if name == "muon" else set()
+    optimizer = build_optimizer(name, groups(model, matrices=matrices), momentum=0.9)
+    before, spec = state_tensors(optimizer, named_parameters(model)), OPTIMIZERS.find(name)
     assert not any(tensor.any() for tensor in before.values())
-    assert {key.rsplit("/", 1)[1] for key in before} == set(OPTIMIZERS.find(name).state_keys)
+    of_matrices = {f"{matrix}/{key}" for matrix in matrices for key in spec.matrix_state_keys}
+    others = named_parameters(model).keys() - matrices
+    assert before.keys() == of_matrices | {f"{other}/{key}" for other in others for key in spec.state_keys}
     set_lr(optimizer, 1e-3)
     set_gradients(model, 0)
     optimizer.step()
@@ -142,17 +151,85 @@ def test_zero_weights_or_gradients_give_finite_weights(name: str) -> None:
     assert model.weight.any()
 
 
-def test_a_new_optimizer_has_a_learning_rate_of_zero(model: Volo) -> None:
-    before = copy.deepcopy(model.state_dict())
-    optimizer = build(model)
-    set_gradients(model, 0)
-    optimizer.step()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
 def test_state_keeps_the_strides_of_channels_last_weights(model: Volo) -> None:
     model.to(memory_format=torch.channels_last)
     tensors = state_tensors(build(model), named_parameters(model))
     name = "patch_embed.conv.0.weight"
     assert not model.get_parameter(name).is_contiguous()
     assert tensors[f"{name}/exp_avg"].stride() == model.get_parameter(name).stride()
+
+
+# Apex's optimizers need a GPU. Here a module of the same interface replaces it, so updates are not tested.
+
+
+class FakeFusedOptimizer(Optimizer):
+    """Has the arguments of Apex's optimizers, and counts steps per group as they do."""
+
+    def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
+        super().__init__(groups, {"lr": settings["lr"], "betas": settings["betas"], "eps": settings["eps"]})
+        self.settings = settings
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in ("apex", "apex.optimizers", "amp_C"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in names:
+        module = ModuleType(name)
+        module.__path__ = []
+        if name == "apex.optimizers":
+            module.FusedAdam = module.FusedLAMB = FakeFusedOptimizer  # type: ignore[attr-defined]
+            sys.modules["apex"].optimizers = module  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def build_fused(name: str) -> tuple[FakeFusedOptimizer, nn.Linear]:
+    model = nn.Linear(2, 2)
+    groups = [
+        {"params": [model.weight], "weight_decay": 0.1, "lr_scale": 1.0},
+        {"params": [model.bias], "weight_decay": 0.0, "lr_scale": 1.0},
+    ]
+    optimizer = build_optimizer(name, groups, momentum=0.9)
+    assert isinstance(optimizer, FakeFusedOptimizer)
+    return optimizer, model
+
+
+@pytest.mark.parametrize("name", ["fusedadam", "fusedlamb"])
+def test_gradients_are_not_freed_and_steps_are_in_the_state(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, "apex", "apex.optimizers", "amp_C")
+    optimizer, model = build_fused(name)
+    assert optimizer.settings["set_grad_none"] is False
+    assert optimizer.settings.get("max_grad_norm", float("inf")) == float("inf")
+    tensors = state_tensors(optimizer, dict(model.named_parameters()))
+    assert set(tensors) == {
+        "group.0/step",
+        "group.1/step",
+        *(f"{key}/{moment}" for key in ("weight", "bias") for moment in ("exp_avg", "exp_avg_sq")),
+    }
+    optimizer.step()
+    assert tensors["group.0/step"].item() == 1  # the state is the tensor that the optimizer uses
+    tensors["group.1/step"].copy_(torch.tensor(7))
+    optimizer.step()
+    assert optimizer.param_groups[1]["step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        ((), "not installed"),
+        (("apex",), "not NVIDIA's. Uninstall"),
+        (("apex", "apex.optimizers"), "without its CUDA kernels"),
+    ],
+    ids=["none", "another apex", "without kernels"],
+)
+def test_what_is_missing_is_an_error_with_a_remedy(
+    installed: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, *installed)
+    with pytest.raises(UserError, match=f"--opt fusedadam.*{message}.*--opt adamw"):
+        build_fused("fusedadam")

@@ -1,4 +1,4 @@
-"""Between log points the host never synchronises with the device, and so queues several steps ahead.
+"""Training steps on a device: the host never waits between log points; compiled blocks give the same losses.
 
 On a GPU torch reports every synchronisation. On the CPU operations that would synchronise on a GPU raise an
 error instead, so that a mistake is found without a GPU.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from horovod_volo.cluster.collectives import Collectives
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.loader import PendingTrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
+from tests.gpu.conftest import losses
 from tests.gpu.synchronisation import RefuseSynchronisation
 
 OpenContext = Callable[..., TrainContext]
@@ -143,3 +146,35 @@ def test_synchronisation_is_detected(
     ones = torch.ones(3, device=device)
     with pytest.raises(RuntimeError), no_synchronisation(device):
         synchronise(ones)
+
+
+STEPS = 3
+
+
+def storages(context: TrainContext) -> set[int]:
+    """Return the storages of the parameters' gradients."""
+    gradients = [parameter.grad for parameter in context.state.model.parameters()]
+    return {gradient.untyped_storage().data_ptr() for gradient in gradients if gradient is not None}
+
+
+def test_losses_with_compiled_blocks_are_the_same(open_context: OpenContext, device: torch.device) -> None:
+    settings = {"img_size": 32, "drop_path": 0.0}
+    expected = losses(open_context(**settings), STEPS)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    context = open_context(compile=True, **settings)
+    used: set[int] = set()
+    context.state.optimizer.register_step_pre_hook(lambda *_: used.update(storages(context)))
+    found = losses(context, STEPS)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
+    assert used == {bucket.gradients.untyped_storage().data_ptr() for bucket in context.state.reducer.buckets}
+
+
+def test_without_a_compiler_compile_is_an_error_and_nothing_is_written(
+    open_context: OpenContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match="--compile needs a C\\+\\+ compiler"):
+        open_context(compile=True)
+    assert not list(tmp_path.iterdir())
