@@ -12,7 +12,7 @@ import torch
 
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.core.errors import UserError
-from tests.ranks.launching import on_ranks
+from tests.ranks.launching import on_ranks, python, run
 
 
 def collectives(world: World) -> dict[str, Any]:
@@ -71,3 +71,15 @@ def check(found: list[dict[str, Any]], controller: str) -> None:
 def test_ranks_of_horovodrun_over_mpi_agree(tmp_path):
     (found,) = on_ranks(tmp_path, collectives, ranks=2, start_with="horovodrun-mpi")
     check(found, "MPI")
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_warning_is_an_error(tmp_path, plain):
+    """In an interpreter of its own, and in a fork of tests/ranks/fork_server.py."""
+    (tmp_path / "program.py").write_text("import sys, warnings; warnings.warn(sys.argv[1])")
+    command = [*python(plain), str(tmp_path / "program.py")]
+    done = run([*command, "The .grad attribute of a Tensor that is not a leaf Tensor"])
+    assert (done.returncode, done.stdout) == (0, "")
+    done = run([*command, "of another kind"])
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "UserWarning: of another kind"
