@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,24 +100,6 @@ def test_a_job_that_receives_repeated_stop_signals_at_any_time_is_requeued(slurm
     assert job.text().count("has stopped and is requeued") == 2
     assert_resumed_where_it_stopped(log_of(tmp_path), 2)
     assert "done: 60 steps" in log_of(tmp_path)
-
-
-@pytest.mark.soak
-def test_a_job_that_reaches_its_time_limit_is_requeued(slurm, tmp_path):
-    limit = ("--time=1", "--signal=B:USR1@20")
-    flags = (*SMALL, "--epochs", "1", "--batch-size", "6")
-    job = slurm.submit(tmp_path, *limit, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)
-    job.wait_for_output(STEP)
-    ranks = slurm.processes_on("n2", TRAINER)
-    kill(ranks, signal.SIGSTOP)  # otherwise the few steps would end before the limit
-    job.wait_for_output("Forwarding signal", seconds=90)
-    kill(ranks, signal.SIGCONT)
-    job.wait_for_output("has stopped and is requeued")
-    slurm.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
-    job.wait_for_end("COMPLETED")
-    assert job.record()["Restarts"] == "1"
-    assert_resumed_where_it_stopped(log_of(tmp_path), 1)
-    assert "done: 10 steps" in log_of(tmp_path)
 
 
 def test_a_killed_rank_fails_the_job_within_seconds(slurm, tmp_path):

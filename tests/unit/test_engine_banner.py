@@ -24,7 +24,6 @@ def warnings_of(ranks: int, *argv: str, images: int = IMAGENET) -> list[str]:
     [
         (40, "--recipe volo_d1", "5,120 1,024", "0.008 0.0016", "250 1,251", "1000 or 1040"),
         (40, "--recipe volo_d1 --global-batch 1040", "1,040 1,024", "0.00163 0.0016", "1,231 1,251", ""),
-        (8, "--recipe volo_d5_448", "64 512", "6.25e-07 5e-06", "20,018 2,502", "512"),
         # With more ranks than images in a published step, only a larger batch is possible.
         (256, "--recipe volo_d3_448 -b 2", "512 240", "1.71e-05 8e-06", "2,502 5,338", "256"),
         (16, "--recipe volo_d1 --lr 2e-3", "2,048 1,024", "", "625 1,251", "1024"),
@@ -51,7 +50,6 @@ def test_another_global_batch_is_a_warning_with_its_effects(
 @pytest.mark.parametrize(
     ("ranks", "argv"),
     [
-        (8, ["--recipe", "volo_d1"]),
         (16, ["--recipe", "volo_d1", "--global-batch", "1024"]),
         (2, ["--recipe", "demo"]),
         (8, ["--model", "volo_d5", "-b", "44", "--lr", "1e-4"]),  # a published command line with --lr
