@@ -154,6 +154,8 @@ def test_the_elastic_job_continues_without_lost_nodes(slurm, tmp_path):
     job.wait_for_output(rf"2 ranks on 2 hosts(.|\n)*{STEP}")
     kill(slurm.processes_on("n2", "orted"))
     job.wait_for_output("mpirun lost contact with a node, but all 2 nodes respond")
+    job.wait_for_output("^done: 40 steps")
+    slurm.power_on("n3")  # a job is not complete while a node of it does not answer
     job.wait_for_end("COMPLETED")
     log = log_of(tmp_path)
     assert job.record()["Restarts"] == "0"

@@ -63,16 +63,8 @@ def test_a_run_that_never_recovers_is_ended(images, tmp_path):
 
 def test_outcomes_that_are_known_one_step_late_change_nothing(images, tmp_path):
     """As on several GPUs: the device skips the step, and the host learns it while it takes the next one."""
-    flags = (
-        *FP16_MESSAGES,
-        "--ema-decay",
-        "0.9",
-        "--shard-optimizer",
-        "--clip-grad",
-        "1",
-        "--drop-path",
-        "0.1",
-    )
+    flags = (*FP16_MESSAGES, "--shard-optimizer", "--ema-decay", "0.9")
+    flags += ("--clip-grad", "1", "--drop-path", "0.1")
     ledgers = []
     for name, late in (("at once", ""), ("late", LATE)):
         fault = f"{late}1:0,4:inf-matrix"

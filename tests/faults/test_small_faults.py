@@ -149,18 +149,13 @@ def test_files_keep_the_umask(images, tmp_path):
 
 
 HOST = Path("/proc/sys/kernel/hostname").read_text().strip()
-TRAIN = ("horovod_volo.train", *SMALL)
+TRAIN, SEEDS = ("horovod_volo.train", *SMALL), f"--seed is 42 on rank 0 ({HOST}) and 7 on rank 1 ({HOST})"
 
 
 @pytest.mark.parametrize(
     ("entry", "start_with", "on_rank_1", "messages"),
     [
-        (
-            TRAIN,
-            "gloo",
-            "--seed 7 --hflip 0",
-            (f"--seed is 42 on rank 0 ({HOST}) and 7 on rank 1 ({HOST})", "--hflip is 0.5 on"),
-        ),
+        (TRAIN, "gloo", "--seed 7 --hflip 0", (SEEDS, "--hflip is 0.5 on")),
         (TRAIN, "mpi", "--epochs ten", ("--epochs takes a whole number", "(seen on rank 1 of 2)")),
         (("horovod_volo.evaluate", "--weights", "nowhere"), "mpi", "--batch-size 5", ("--batch-size is",)),
     ],

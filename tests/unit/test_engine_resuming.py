@@ -163,11 +163,8 @@ def test_a_checkpoint_is_read_for_as_long_as_it_may_be_written(
     monkeypatch.setattr(Path, "open", noting)
     start(resume="auto")
     start(name="tuned", finetune=str(context.folder / CHECKPOINTS / "last"))
-    stages = (
-        "looking for a checkpoint",
-        "building the network",
-        "loading the state and copying it to all ranks",
-    )
+    copying = "loading the state and copying it to all ranks"
+    stages = ("looking for a checkpoint", "building the network", copying)
     assert limits == {(f"while {stage}", LONGEST_WRITE_SECONDS) for stage in stages}
 
 

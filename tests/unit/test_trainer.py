@@ -305,11 +305,8 @@ def test_a_profile_ends_with_the_run(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="AtStep failed in step_done"):
         failing.fit()
     assert not torch.autograd._profiler_enabled()
-    for name, steps, folders in (
-        ("failing", "", []),
-        ("shorter", "2:9", ["steps_2-3"]),
-        ("none", "11:12", []),
-    ):
+    expected = (("failing", "", []), ("shorter", "2:9", ["steps_2-3"]), ("none", "11:12", []))
+    for name, steps, folders in expected:
         if steps:
             Trainer(images, name=name, output=tmp_path, **settings | {"profile": steps}).fit()
         assert [folder.name for folder in (tmp_path / name).glob("profile/*")] == folders
