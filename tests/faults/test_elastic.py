@@ -20,7 +20,6 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import resolve
 from horovod_volo.config.recipe import assemble
 from horovod_volo.config.update_settings import Exchange
-from horovod_volo.config.validation import check
 from horovod_volo.core.errors import UserError
 from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.train import main
@@ -140,4 +139,4 @@ def test_any_number_of_ranks_divides_the_global_batch():
     with pytest.raises(UserError, match="--global-batch 10 leaves a rank of 11 without an image"):
         resolve(config, 11)
     with pytest.raises(UserError, match="--elastic needs --global-batch"):
-        check(assemble({"elastic": True}, fallback_name=""))
+        resolve(assemble({"elastic": True}, fallback_name=""), 4)
