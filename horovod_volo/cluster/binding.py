@@ -79,12 +79,7 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
         warnings.append(
             f"{sharing_ranks} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks"
         )
-    return replace(
-        unchanged,
-        cpus=cpus,
-        threads=max(1, len(cpus) // sharing_ranks),
-        warnings=tuple(warnings),
-    )
+    return replace(unchanged, cpus=cpus, threads=max(1, len(cpus) // sharing_ranks), warnings=tuple(warnings))
 
 
 def _gpus_of_ranks(host: Host, rank: LaunchedRank) -> tuple[list[Device | None], int]:
@@ -126,11 +121,7 @@ def _all_have_nodes(gpus: list[Device | None]) -> bool:
 
 
 def _cpus_of_rank(
-    host: Host,
-    cpus_by_node: dict[int, set[int]],
-    nodes_of_ranks: list[tuple[int, ...]],
-    rank: int,
-    mode: str,
+    host: Host, cpus_by_node: dict[int, set[int]], nodes_of_ranks: list[tuple[int, ...]], rank: int, mode: str
 ) -> tuple[tuple[int, ...], int]:
     """Return the CPUs of a rank, and the number of ranks that share them."""
     nodes = nodes_of_ranks[rank]

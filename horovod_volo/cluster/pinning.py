@@ -28,12 +28,12 @@ from horovod_volo.cluster.topology import (
 _LAUNCHERS = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy", "slurmstepd"}
 
 
-def bind(mode: str, *, ranks_change: bool = False, root: Path = Path("/")) -> Binding:
+def bind(mode: str, *, ranks_change: bool = False) -> Binding:
     """Bind this process and set the variables that its libraries read; return the binding in effect.
 
     A variable that is set already is not changed: the user, the site or the launcher chose it.
     """
-    binding = plan_own_binding(mode, root)
+    binding = plan_own_binding(mode)
     autotunes = os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
     for name, value in launch_env_vars(binding, autotunes=autotunes, ranks_change=ranks_change).items():
         os.environ.setdefault(name, value)
@@ -52,10 +52,10 @@ def compute_threads(default: int) -> int:
     return int(outermost) if outermost.isdecimal() and int(outermost) > 0 else default
 
 
-def plan_own_binding(mode: str = "none", root: Path = Path("/")) -> Binding:
-    """Return the binding of this rank on the host whose /sys lies below `root`; change nothing."""
+def plan_own_binding(mode: str = "none") -> Binding:
+    """Return the binding of this rank; change nothing."""
     launch, driver_gpus = read_launch_env(), list_gpus()
-    host = read_host(root, driver_gpus)
+    host = read_host(driver_gpus=driver_gpus)
     rank = LaunchedRank(
         local_rank=launch.local_rank,
         local_size=launch.local_size,

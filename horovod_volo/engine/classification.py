@@ -19,18 +19,8 @@ from horovod_volo.core.names import Registry
 from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.loader import EvalLoader, TrainLoader
-from horovod_volo.engine.accuracy import (
-    CONFUSIONS,
-    Confusions,
-    ImageScores,
-    find_confusions,
-)
-from horovod_volo.engine.classification_data import (
-    Images,
-    count_images,
-    map_geometry,
-    read_images,
-)
+from horovod_volo.engine.accuracy import CONFUSIONS, Confusions, ImageScores, find_confusions
+from horovod_volo.engine.classification_data import Images, count_images, map_geometry, read_images
 from horovod_volo.engine.open_settings import (
     choose_settings,
     device_facts,

@@ -17,12 +17,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
 from horovod_volo.core.names import Registry
-from horovod_volo.data.images.catalog import (
-    Catalog,
-    build_catalog,
-    check_same_classes,
-    open_catalog,
-)
+from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
 from horovod_volo.data.images.split_folder import HeldOut, Split
 from horovod_volo.engine.task import TaskData, check_classes
 from horovod_volo.models.build import tokens_per_side

@@ -21,12 +21,7 @@ from horovod_volo.data.image_decoder import Normalization, decoder_messages, ima
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import HeldOut, shortened
 from horovod_volo.data.loader import EvalLoader
-from horovod_volo.engine.accuracy import (
-    ClassResult,
-    EvalCounts,
-    ImageScores,
-    class_results,
-)
+from horovod_volo.engine.accuracy import ClassResult, EvalCounts, ImageScores, class_results
 from horovod_volo.engine.classification_data import CacheSettings, catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.predictions import load_network

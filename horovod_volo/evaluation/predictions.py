@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.core.atomic_file import write_text
@@ -68,9 +67,10 @@ def predict(
     fix_convolutions(trained.network, request.precision, device)
     averaged = CropAverage(trained.network)  # the same as the network, if there is one crop
     names = described(trained.class_names) or [f"class {number}" for number in range(trained.num_classes)]
+    side = trained.image_side
     resize = partial(
         resized_shapes,
-        image_size=trained.image_side,
+        image_size=side,
         crop_pct=request.crop_pct or trained.crop_pct,
         crop_mode=trained.crop_mode,
     )
@@ -83,7 +83,9 @@ def predict(
                 image = decode_rgb(sources, number)
                 height, width, _ = image.shape
                 shape = resized_shape(sources, number, (height, width), resize)
-                pixels.append(_cropped(image, shape, trained, request.crops))
+                corners = view_corners(shape[None], side, request.crops)[0]
+                views = cropped_views(Image.fromarray(image), shape, corners, side, trained.interpolation)
+                pixels.append(views)  # (crops, side, side, 3), as an evaluation takes them
                 shown.append(number)
             except BadSampleError as error:
                 bad.append(str(error))
@@ -119,15 +121,6 @@ class UnlabelledImages:
             return to_ppm(image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image)))
         except UNDECODABLE as error:
             raise BadSampleError(f"{self.location(index)} cannot be read: {error}") from error
-
-
-def _cropped(
-    pixels: NDArray[np.uint8], shape: NDArray[np.int64], trained: PretrainedModel, crops: int
-) -> NDArray[np.uint8]:
-    """Resize an image to a shape, and return the crops (crops, side, side, 3) that an evaluation takes."""
-    side = trained.image_side
-    corners = view_corners(shape[None], side, crops)[0]
-    return cropped_views(Image.fromarray(pixels), shape, corners, side, trained.interpolation)
 
 
 _THUMBNAIL = (320, 240)  # pixels

@@ -26,19 +26,15 @@ PACKAGES = {
 }
 
 
-def lacking(*programs: str) -> str:
-    """Return why a test that needs root and these programs cannot run here, or an empty string."""
-    if os.getuid() != 0:
-        return "makes hosts and daemons, which needs root"
-    packages = sorted({PACKAGES[name] for name in programs if shutil.which(name, path=PATH) is None})
-    return f"apt-get install --no-install-recommends {' '.join(packages)}" if packages else ""
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `needs(PROGRAM, ...)` if it cannot run, except in CI, where it fails."""
-    for marker in item.iter_markers("needs"):
-        if reason := lacking(*marker.args):
-            (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    programs = [program for marker in item.iter_markers("needs") for program in marker.args]
+    packages = sorted({PACKAGES[name] for name in programs if shutil.which(name, path=PATH) is None})
+    reason = f"apt-get install --no-install-recommends {' '.join(packages)}" if packages else ""
+    if programs and os.getuid() != 0:
+        reason = "makes hosts and daemons, which needs root"
+    if reason:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
 
 
 @pytest.fixture(scope="module")

@@ -137,27 +137,23 @@ class Slurm:
                 cwd=self.folder,
             )
 
-    def call(
-        self, *command: str, seconds: int = 30, cwd: Path = CHECKOUT, **extra: str
-    ) -> subprocess.CompletedProcess[str]:
+    def call(self, *command: str, seconds: int = 30) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands and wait for its end."""
         return subprocess.run(
             command,
-            env=self.environment | extra,
-            cwd=cwd,
+            env=self.environment,
+            cwd=CHECKOUT,
             timeout=seconds,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
 
-    def submit(
-        self, folder: Path, *arguments: str, nodes: int, cwd: Path = CHECKOUT, **extra: str
-    ) -> SlurmJob:
+    def submit(self, folder: Path, *arguments: str, nodes: int) -> SlurmJob:
         """Submit a job with one task per node; its output is written to `folder`."""
         output = folder / "job.txt"
         size = (f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={output}")
-        done = self.call("sbatch", "--parsable", *size, *arguments, cwd=cwd, **extra)
+        done = self.call("sbatch", "--parsable", *size, *arguments)
         assert done.returncode == 0, done.stdout
         return SlurmJob(self, done.stdout.strip(), output)
 

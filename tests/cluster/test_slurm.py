@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import Slurm, SlurmJob, kill, running_slurm
+from tests.cluster.slurm import Slurm, kill, running_slurm
 from tests.ranks.launching import wait_until
 
 pytestmark = pytest.mark.needs("slurmctld", "slurmd", "sbatch", "munged")
@@ -103,68 +102,16 @@ def test_a_job_that_receives_repeated_stop_signals_at_any_time_is_requeued(slurm
     assert "done: 60 steps" in log_of(tmp_path)
 
 
-@pytest.mark.soak
-def test_a_job_that_reaches_its_time_limit_is_requeued(slurm, tmp_path):
-    limit = ("--time=1", "--signal=B:USR1@20")
-    flags = (*SMALL, "--epochs", "1", "--batch-size", "6")
-    job = slurm.submit(tmp_path, *limit, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)
-    job.wait_for_output(STEP)
-    ranks = slurm.processes_on("n2", TRAINER)
-    kill(ranks, signal.SIGSTOP)  # otherwise the few steps would end before the limit
-    job.wait_for_output("Forwarding signal", seconds=90)
-    kill(ranks, signal.SIGCONT)
-    job.wait_for_output("has stopped and is requeued")
-    slurm.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
-    job.wait_for_end("COMPLETED")
-    assert job.record()["Restarts"] == "1"
-    assert_resumed_where_it_stopped(log_of(tmp_path), 1)
-    assert "done: 10 steps" in log_of(tmp_path)
-
-
-def assert_failed_without_requeue(job: SlurmJob) -> None:
-    record = job.record()
-    assert record["Restarts"] == "0"
-    assert record["ExitCode"] not in ("0:0", "75:0")
-    assert "requeued" not in job.text()
-
-
 def test_a_killed_rank_fails_the_job_within_seconds(slurm, tmp_path):
     flags = (*SMALL, "--epochs", "90", "--batch-size", "1")
     job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)
     job.wait_for_output(STEP, times=2)
     kill(slurm.processes_on("n2", TRAINER))
     job.wait_for_end("FAILED", seconds=30)
-    assert_failed_without_requeue(job)
-
-
-def test_a_launcher_that_returns_0_before_the_end_of_training_fails_the_job(slurm, tmp_path):
-    # mpirun sometimes does when a node is lost; with this flag it always does.
-    job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *SMALL, nodes=2, MPI_FLAGS="--version")
-    job.wait_for_end("FAILED", seconds=30)
-    assert_failed_without_requeue(job)
-    assert "error: mpirun ended before training was finished" in job.text()
-
-
-def test_a_rank_that_cannot_start_fails_the_job(slurm, tmp_path):
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text(
-        f"""#!/bin/sh\n[ "$(hostname)" = n1 ] && PATH=${{PATH#{tmp_path}/bin:}} exec python "$@"\n"""
-    )
-    activate = tmp_path / "activate"
-    activate.write_text(f'source tools/activate\nPATH="{tmp_path}/bin:$PATH"\n')
-    python.chmod(0o755)
-    job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *SMALL, nodes=2, ACTIVATE_FILE=str(activate))
-    job.wait_for_end("FAILED", seconds=60)
-    assert_failed_without_requeue(job)
-    assert job.record()["ExitCode"] == "1:0"
-
-
-def test_a_job_submitted_outside_the_checkout_is_an_error_with_the_folder(slurm, tmp_path):
-    script = str(Path(__file__).parents[2] / "jobs" / "pretrain.sbatch")
-    job = slurm.submit(tmp_path, script, "demo", nodes=1, cwd=tmp_path)
-    job.wait_for_end("FAILED", seconds=30)
-    assert job.text() == f"error: sbatch this in the folder of the checkout, not in {tmp_path}\n"
+    record = job.record()
+    assert record["Restarts"] == "0"
+    assert record["ExitCode"] not in ("0:0", "75:0")
+    assert "requeued" not in job.text()
 
 
 def test_coarse_to_fine_is_requeued_after_a_stop(slurm, tmp_path):
@@ -195,27 +142,24 @@ def test_the_scaling_job_measures_one_node_and_all_nodes(slurm, tmp_path):
         assert float(efficiency.rstrip("%")) == pytest.approx(100 * speed / (count * speeds[0]), abs=0.5)
 
 
-def test_the_elastic_job_continues_without_lost_nodes_while_enough_are_left(slurm, tmp_path):
-    flags = (*SMALL, "--epochs", "6", "--checkpoint-every", "2")
+def test_the_elastic_job_continues_without_lost_nodes(slurm, tmp_path):
+    """tests/unit/test_jobs_requeue.py shows that it is requeued when too few are left."""
+    flags = (*SMALL, "--epochs", "4", "--checkpoint-every", "2")
     job = slurm.submit(tmp_path, "jobs/elastic.sbatch", "demo", "12", "2", *flags, nodes=3)
     job.wait_for_output("training on n1 n2 n3: 1 ranks per node, micro-batches per rank: 1 of 4 images")
-    job.wait_for_output(r"^step 3/60")
+    job.wait_for_output(r"^step 3/40")
     slurm.power_off("n3")
     job.wait_for_output("lost 1 of 3 nodes")
     job.wait_for_output("training on n1 n2: 1 ranks per node, micro-batches per rank: 2 of 3 images")
     job.wait_for_output(rf"2 ranks on 2 hosts(.|\n)*{STEP}")
-    slurm.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-    slurm.power_off("n2")
-    job.wait_for_output("has stopped and is requeued")
-    for node in ("n2", "n3"):
-        slurm.power_on(node)
-    job.wait_for_output(rf"start 2(.|\n)*{STEP}")
     kill(slurm.processes_on("n2", "orted"))
-    job.wait_for_output("mpirun lost contact with a node, but all 3 nodes respond")
+    job.wait_for_output("mpirun lost contact with a node, but all 2 nodes respond")
+    job.wait_for_output("^done: 40 steps")
+    slurm.power_on("n3")  # a job is not complete while a node of it does not answer
     job.wait_for_end("COMPLETED")
     log = log_of(tmp_path)
-    assert job.record()["Restarts"] == "1"
-    assert log.count("12 images per step = 3 ranks x 4 images x 1 micro-batches") == 3
-    assert log.count("12 images per step = 2 ranks x 3 images x 2 micro-batches") == 1
-    assert len(numbers(r"resumed  at step (\d+)", log)) == 3
-    assert "done: 60 steps" in log
+    assert job.record()["Restarts"] == "0"
+    assert log.count("12 images per step = 3 ranks x 4 images x 1 micro-batches") == 1
+    assert log.count("12 images per step = 2 ranks x 3 images x 2 micro-batches") == 2
+    assert len(numbers(r"resumed  at step (\d+)", log)) == 2
+    assert "done: 40 steps" in log

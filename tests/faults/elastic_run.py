@@ -113,7 +113,7 @@ def started(folder: Path, command: Sequence[str], variables: Mapping[str, str]) 
 
 
 def on_this_machine(
-    folder: Path, images: Path, hosts: str, *flags: str, **extra: str
+    folder: Path, images: Path, hosts: str, *flags: str, plain: bool = True, **extra: str
 ) -> contextlib.AbstractContextManager[ElasticTrial]:
     """Start an elastic run of horovodrun on names of this machine, as localhost:1,127.0.0.1:1."""
     write_hosts(folder / "hosts", hosts)
@@ -123,7 +123,7 @@ def on_this_machine(
     ranks = str(hosts.count(":"))
     launch = (str(SCRIPTS / "horovodrun"), "--gloo", "-np", ranks, "--min-np", "1")
     elastic = ("--host-discovery-script", str(script), "--blacklist-cooldown-range", "1", "2")
-    trainer = (*python(plain=True), "-m", "horovod_volo.train", str(images), "--recipe", "demo", *SETTINGS)
+    trainer = (*python(plain), "-m", "horovod_volo.train", str(images), "--recipe", "demo", *SETTINGS)
     output = ("--output", str(folder / "runs"), "--log-every", "1", "--elastic")
     variables = environment(
         HOROVOD_GLOO_TIMEOUT_SECONDS=str(GLOO_SECONDS),

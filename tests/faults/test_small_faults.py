@@ -206,3 +206,28 @@ def test_the_report_of_the_doctor_escapes_them():
     text = format_report(build_report(ALONE, [[found]], ["host"], "none"))
     assert_printable(text)
     assert text.count(ESCAPED) == 2
+
+
+HOST = Path("/proc/sys/kernel/hostname").read_text().strip()
+TRAIN, SEEDS = ("horovod_volo.train", *SMALL), f"--seed is 42 on rank 0 ({HOST}) and 7 on rank 1 ({HOST})"
+
+
+@pytest.mark.parametrize(
+    ("entry", "start_with", "on_rank_1", "messages"),
+    [
+        (TRAIN, "gloo", "--seed 7 --hflip 0", (SEEDS, "--hflip is 0.5 on")),
+        (TRAIN, "mpi", "--epochs ten", ("--epochs takes a whole number", "(seen on rank 1 of 2)")),
+        (("horovod_volo.evaluate", "--weights", "nowhere"), "mpi", "--batch-size 5", ("--batch-size is",)),
+    ],
+)
+def test_what_differs_is_named(images, tmp_path, entry, start_with, on_rank_1, messages):
+    module, *flags = entry
+    where = ["--output", str(tmp_path / "runs")] if entry is TRAIN else []
+    command = shlex.join([*python(), "-m", module, str(images), *flags, *where])
+    rank = "${HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}"
+    script = f"if [ {rank} = 1 ]; then set -- {on_rank_1}; fi; exec {command} $*"
+    done = run([*launcher(start_with, 2), "bash", "-c", script], seconds=30)
+    assert done.returncode not in (0, 75)
+    error = only_error(done.stdout)
+    assert all(message in error for message in messages), error
+    assert not (tmp_path / "runs").exists()

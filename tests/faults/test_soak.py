@@ -29,27 +29,20 @@ LONGER += ("--checkpoint-every", "1", "--ema-decay", "0.9", "--drop-path", "0.2"
 pytestmark = pytest.mark.soak
 
 
-def ranks_of(launcher_pid: int) -> list[int]:
-    """Return the processes that train, among the descendants of a launcher."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(") ")[2].split()[1])
-    found, last = {launcher_pid}, 0
-    while len(found) > last:
-        last = len(found)
-        found |= {pid for pid, parent in parents.items() if parent in found}
-    return sorted(processes("horovod_volo.train").keys() & (found - {launcher_pid}))
+def ranks_of(folder: Path) -> list[int]:
+    """Return the processes that train into a folder of this folder."""
+    found = processes(str(folder)).items()
+    return sorted(pid for pid, line in found if "python" in line.split()[0] and "horovodrun" not in line)
 
 
-def disturb(process: subprocess.Popen[str], chance: random.Random) -> None:
+def disturb(process: subprocess.Popen[str], chance: random.Random, folder: Path) -> None:
     """Let one fault happen to a run after a random time."""
     limit = time.monotonic() + 30
-    while not ranks_of(process.pid) and time.monotonic() < limit:
+    while not ranks_of(folder) and time.monotonic() < limit:
         time.sleep(0.1)
     time.sleep(chance.uniform(3.0, 9.0))  # importing takes the first seconds
     fault = chance.choice(["kill a rank", "kill a rank", "kill the launcher", "stop", "pause a rank"])
-    ranks = ranks_of(process.pid)
+    ranks = ranks_of(folder)
     with contextlib.suppress(ProcessLookupError, IndexError):
         if fault == "kill a rank":
             os.kill(chance.choice(ranks), signal.SIGKILL)
@@ -80,18 +73,13 @@ def test_faults_do_not_change_the_weights(images, tmp_path, start_with):
     for _ in range(FAULTS):
         output = tmp_path / f"run_{completed}"
         arguments = [str(images), *SMALL, *LONGER, "--output", str(output), "--name", "run"]
-        command = [
-            *launcher(start_with, 2, plain=True),
-            *python(plain=True),
-            "-m",
-            "horovod_volo.train",
-            *arguments,
-        ]
+        program = [*python(plain=True), "-m", "horovod_volo.train", *arguments]
+        command = [*launcher(start_with, 2, plain=True), *program]
         with (tmp_path / "output.txt").open("w+") as log, started(command, stdout=log) as process:
-            disturb(process, chance)
+            disturb(process, chance, tmp_path)
             process.wait(timeout=60)
         limit = time.monotonic() + 30
-        while ranks_of(1) and time.monotonic() < limit:  # of a killed launcher
+        while ranks_of(tmp_path) and time.monotonic() < limit:  # of a killed launcher
             time.sleep(0.2)
         if DONE in (tmp_path / "output.txt").read_text():
             check(undisturbed, output)

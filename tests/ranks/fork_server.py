@@ -7,9 +7,9 @@ The imports of a rank take three seconds of CPU time; here they are done once. A
 streams and CPUs of that process, and returns its exit status to it. At the fork no other thread may run, and
 Horovod and MPI must not be initialized.
 
-Two things differ from an interpreter of its own: a child cannot have other values of variables that libraries
-read while they are loaded (the request is refused), and all children have the same hash seed. Tests of
-start-up, of the binding to CPUs and of a launcher's environment therefore start plain interpreters.
+A child cannot have other values of variables that are read while the interpreter starts or libraries are
+loaded (PYTHON..., OMP_WAIT_POLICY, ...). Tests of start-up, of the binding to CPUs and of a launcher's
+environment therefore start plain interpreters.
 
 The server ends with its standard input, and its children with the server.
 """
@@ -33,14 +33,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-# Prefixes of variables that are read while the interpreter starts or a library is loaded.
-READ_ON_LOADING = (
-    *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
-    *("TORCH", "PYTORCH", "DALI_", "TRITON_", "CUDA_", "TF_", "LC_", "LANG"),
-    *("HF_", "HUGGINGFACE_", "TIMM_", "XDG_", "HOME"),
-)
-# Exceptions: variables that are read later, or applied by the child itself.
-READ_LATER = ("TORCHINDUCTOR_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED")
 # One thread, because a fork loses all others; waiting threads sleep, because ranks share few cores.
 SERVER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 PR_SET_PDEATHSIG = 1
@@ -70,18 +62,8 @@ def load() -> None:
         raise RuntimeError("the imports initialized CUDA or Horovod: that does not survive a fork")
 
 
-def fixed_variables(environment: dict[str, str]) -> dict[str, str]:
-    """Return the variables that a running process can no longer change."""
-    return {
-        name: text
-        for name, text in environment.items()
-        if name.startswith(READ_ON_LOADING) and not name.startswith(READ_LATER)
-    }
-
-
 def serve(address: str) -> list[str]:
     """Fork for each client. Returns only in the processes of programs, with their arguments."""
-    server_variables = fixed_variables(dict(os.environ))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -97,25 +79,19 @@ def serve(address: str) -> list[str]:
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            return attend(client, server_variables)
+            return attend(client)
         client.close()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
 
-def attend(client: socket.socket, server_variables: dict[str, str]) -> list[str]:
+def attend(client: socket.socket) -> list[str]:
     """Fork the program of a client, pass signals on to it, and return its exit status to the client."""
     end_with_parent()
     _, streams, _, _ = socket.recv_fds(client, 1, 3)
     # Not buffered, so that no signal after the line is read.
     request = json.loads(client.makefile("rb", buffering=0).readline())
-    if names := different_variables(request["environment"], server_variables):
-        client.sendall(
-            f"refused: {', '.join(sorted(names))} cannot change in a fork of a process that has loaded "
-            "PyTorch. Start this program in an interpreter of its own.\n".encode()
-        )
-        os._exit(0)
     child = os.fork()
     if child == 0:
         client.close()
@@ -137,14 +113,6 @@ def attend(client: socket.socket, server_variables: dict[str, str]) -> list[str]
     with contextlib.suppress(OSError):
         client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
-
-
-def different_variables(requested: dict[str, str], server_variables: dict[str, str]) -> set[str]:
-    """Return the variables that would have to change after they were read."""
-    # The trainer sets the variables that only the server has.
-    own = {name: text for name, text in server_variables.items() if name not in SERVER_ENVIRONMENT}
-    own |= {name: text for name, text in SERVER_ENVIRONMENT.items() if name in requested}
-    return {name for name, _ in fixed_variables(requested).items() ^ own.items()}
 
 
 def end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""`--profile` on two ranks: traces, words in the log, the same weights."""
+"""What is measured on two ranks: profiles, which change no weights, and the benchmark of the exchange."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import json
 import re
 from collections import Counter
 
+import pytest
+
+from tests.ranks.launching import launcher, python, run
 from tests.runs import assert_same_state, records, start
 
 
@@ -28,3 +31,18 @@ def test_steps_of_two_ranks_are_profiled(images, tmp_path):
 
     start(images, tmp_path / "plain", *flags, stop_at=4)
     assert_same_state(tmp_path / "plain", tmp_path / "profiled")
+
+
+SIZE = ("--model", "volo_demo", "--img-size", "32", "--batch-size", "2", "--pairs", "2")
+
+
+def test_the_hidden_fraction_follows_from_the_measured_times():
+    command = [*launcher("mpi", 2), *python(), "-m", "horovod_volo.bench", "reduce", "--json", *SIZE]
+    done = run(command, seconds=240)
+    assert done.returncode == 0, done.stdout
+    line = next(line for line in done.stdout.splitlines() if '"figures"' in line)
+    value = {figure["label"]: figure["value"] for figure in json.loads(line)["figures"]}
+    hideable = min(value["backward"], value["our exchange by itself"])
+    assert value["hidden of our exchange"] == pytest.approx(100 * (1 - value["ours: exposed"] / hideable))
+    assert value.keys() >= {f"{name}: exposed" for name in ("torch DDP", "stock Horovod", "after backward")}
+    assert value["our messages a step"] > 1

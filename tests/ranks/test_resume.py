@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import tomllib
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,20 @@ from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.state import build_state
 from horovod_volo.models.build import freeze
+from horovod_volo.pack import main as pack
 from tests import runs
 from tests.ranks.launching import alone, launcher, on_ranks, python, run
-from tests.runs import MISTAKE, SMALL, STOPPED, assert_same_state, assert_same_tensors, records, state, steps
+from tests.runs import (
+    FAILED,
+    MISTAKE,
+    SMALL,
+    STOPPED,
+    assert_same_state,
+    assert_same_tensors,
+    records,
+    state,
+    steps,
+)
 
 STEPS_PER_EPOCH = 5  # of 40 images, 4 on each of 2 ranks
 MORE = ("--epochs", "2", "--warmup-epochs", "1", "--ema-decay", "0.9", "--drop-path", "0.2")
@@ -286,3 +298,53 @@ def test_a_run_without_token_labels_resumes_without_its_untrained_auxiliary_head
     assert_same_state(plain, earlier)
     refused = runs.start(images, plain, *flags, "--token-label", **ON_ONE, status=MISTAKE)
     assert "Give --no-token-label, or start a new run with --finetune." in refused
+
+
+EPOCHS, STEPS, GLOBAL_BATCH = 2, 4, 12
+SAVED_AT, KILLED_AT, STOPPED_AT = 2, 3, 5
+
+
+def test_a_killed_and_resumed_epoch_has_each_sample_once(demo_images, tmp_path, monkeypatch):
+    """Of shards, the last of which has fewer images.
+
+    tests/faults/test_lost_ranks.py shows it for images in folders, on the same number of ranks.
+    """
+    folder, shards = tmp_path / "records", tmp_path / "shards"
+    assert pack([str(demo_images(48, 10)), str(shards), "--shard-images", "20", "--workers", "1"]) == 0
+    folder.mkdir()
+    monkeypatch.setenv("CONSUMED", str(folder))
+    flags = ("--resume", "auto", "--epochs", str(EPOCHS), "--checkpoint-every", str(SAVED_AT))
+    flags += ("--log-every", "1", "--block-shuffle", "5", "--shuffle-window", "3")
+
+    def attempt(ranks: int, start_with: str, fault: str, **end: int) -> tuple[str, dict[int, Counter[int]]]:
+        more = (*flags, "--batch-size", str(GLOBAL_BATCH // ranks))
+        settings = {"ranks": ranks, "start_with": start_with, "fault": fault}
+        return runs.start(shards, tmp_path, *more, **settings, **end), read_records(folder, ranks)
+
+    _, first = attempt(2, "gloo", f"1:{KILLED_AT}:SIGKILL", status=FAILED)
+    shown, second = attempt(2, "mpi", "1:99:SIGKILL", stop_at=STOPPED_AT)
+    assert f"at step {SAVED_AT}" in shown
+    shown, third = attempt(3, "mpi", "1:99:SIGKILL")
+    assert f"at step {STOPPED_AT}" in shown
+    assert KILLED_AT in first
+    assert first[SAVED_AT] == second[SAVED_AT]
+    # The steps of an attempt after its last checkpoint are repeated by the next attempt.
+    final = [first[step] for step in range(SAVED_AT)]
+    final += [second[step] for step in range(SAVED_AT, STOPPED_AT)]
+    final += [third[step] for step in range(STOPPED_AT, EPOCHS * STEPS)]
+    for epoch in range(EPOCHS):
+        counts = sum(final[epoch * STEPS : (epoch + 1) * STEPS], Counter())
+        assert counts == dict.fromkeys(range(48), 1)
+
+
+def read_records(folder: Path, ranks: int) -> dict[int, Counter[int]]:
+    """Return the images of each step over all ranks of an attempt, and remove its files."""
+    images: dict[int, Counter[int]] = {}
+    files = sorted(folder.iterdir())
+    assert len(files) == ranks
+    for file in files:
+        for line in file.read_text().splitlines():
+            step, indices = json.loads(line)
+            images.setdefault(step, Counter()).update(indices)
+        file.unlink()
+    return images

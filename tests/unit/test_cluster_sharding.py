@@ -54,17 +54,6 @@ def test_the_shards_of_all_ranks_are_the_parameters(ranks: int) -> None:
     assert sum(elements) == sum(tensor.numel() for tensor in expected.values())
 
 
-def test_the_last_of_a_hundred_ranks_steps_without_a_parameter() -> None:
-    world = World(rank=99, size=100)
-    reducer = ShardedReducer(network(), world, Exchange(compression="none"), micro_batches=1)
-    optimizer = optimizer_of(network(), reducer)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-    scaler.update()
-    assert not any(part.any() for part in reducer.local_parameters.values())
-
-
 def test_the_messages_of_the_state_are_as_many_as_the_buckets() -> None:
     messages: list[int] = []
 

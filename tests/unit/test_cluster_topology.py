@@ -1,17 +1,43 @@
-"""Cores, NUMA nodes, GPUs and NICs read from /sys, and the distances between them."""
+"""Cores, NUMA nodes, GPUs and NICs read from /sys, and the inputs and effects of a binding to them."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from pynvml import NVMLError
 from topologies_on_disk import host_of, lay_out
 
-from horovod_volo.cluster.topology import Host, Nic, cpu_list, cpu_ranges, distance, read_host
+from horovod_volo.cluster import topology
+from horovod_volo.cluster.binding import Binding, LaunchedRank, plan_binding
+from horovod_volo.cluster.launch_env import ALONE, LaunchEnv, read_launch_env
+from horovod_volo.cluster.pinning import (
+    bind,
+    compute_threads,
+    launch_env_vars,
+    ranks_bound_by_launcher,
+    visible_gpus,
+)
+from horovod_volo.cluster.topology import (
+    Device,
+    Host,
+    Nic,
+    cpu_list,
+    cpu_ranges,
+    distance,
+    driver_versions,
+    kernel_address,
+    list_gpus,
+    read_host,
+)
 
 
 def nic(host: Host, name: str) -> Nic:
@@ -25,29 +51,6 @@ LISTS = {"0-3,8": (0, 1, 2, 3, 8), "5": (5,), "0,2,4": (0, 2, 4), "0-1,48-49": (
 def test_lists_of_cpus_have_the_format_of_the_kernel(text: str, cpus: tuple[int, ...]) -> None:
     assert cpu_list(f"{text}\n") == cpus
     assert cpu_ranges(reversed(cpus)) == text
-
-
-@pytest.mark.parametrize(
-    ("machine", "gpus"),
-    [
-        ("dgx_a100", "0000:07@3 0000:0f@3 0000:47@1 0000:4e@1 0000:87@7 0000:90@7 0000:b7@5 0000:bd@5"),
-        ("workstation", "0000:01@0"),
-        ("cpu_vm", ""),
-        ("container", "0000:17@0 0000:65@0 0000:ca@1 0000:e3@1"),
-        ("separate_domains", "0001:00@1 0002:00@1 000b:00@0 000c:00@0"),
-        ("virtual_gpus", "0000:00:04.0@-1 0000:00:05.0@-1 0000:00:06.0@-1 0000:00:07.0@-1"),
-    ],
-)
-def test_gpus_are_in_driver_order_and_have_their_node(machine: str, gpus: str) -> None:
-    found = [f"{gpu.name.removesuffix(':00.0')}@{gpu.node}" for gpu in host_of(machine).gpus]
-    assert found == gpus.split()
-
-
-def test_a_path_begins_at_the_root_bridge() -> None:
-    bridges = ("pci0000:b0", "0000:b0:01.1", "0000:b1:00.0")
-    assert host_of("dgx_a100").gpus[7].path == (*bridges, "0000:b2:08.0", "0000:bd:00.0")
-    assert nic(host_of("dgx_a100"), "mlx5_9").path == (*bridges, "0000:b2:0c.0", "0000:cc:00.0")
-    assert host_of("separate_domains").gpus[2].path == ("pci000b:00", "000b:00:00.0")
 
 
 @pytest.mark.parametrize(
@@ -80,14 +83,6 @@ def test_a_shared_switch_is_nearer_than_a_root_bridge_a_node_a_socket() -> None:
     names = ("mlx5_10", "mlx5_3", "mlx5_2", "mlx5_4", "mlx5_1")
     far = [distance(host, host.gpus[0], nic(host, name)) for name in names]
     assert far == sorted(set(far))
-
-
-def test_a_leaf_switch_is_nearer_than_the_one_above_it() -> None:
-    """On a DGX-2 four GPUs share an upper switch, and only two of them the NIC's own switch."""
-    host = host_of("dgx_2")
-    own, next_to_it, elsewhere = (nic(host, f"mlx5_{number}") for number in (1, 0, 2))
-    for gpu in host.gpus[2:4]:
-        assert distance(host, gpu, own) < distance(host, gpu, next_to_it) < distance(host, gpu, elsewhere)
 
 
 def remove(path: Path) -> None:
@@ -149,3 +144,186 @@ def test_binding_imports_no_torch() -> None:
     program = "import sys, horovod_volo.cluster.pinning; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+
+
+GPUS = [(f"00000000:{bus}:00.0", f"GPU-{bus}{bus}-aaaa") for bus in ("07", "0F", "47", "4E")]
+NICS = tuple(Nic(f"mlx5_{number}", (), 0, interface=f"ib{number}") for number in range(2))
+
+
+def binding(gpu: Device | None = None, nics: tuple[Nic, ...] = ()) -> Binding:
+    return Binding("numa", (4, 5, 6, 7), gpu, nics[-1] if nics else None, nics, threads=4)
+
+
+ALWAYS = {
+    "OMP_NUM_THREADS": "4",
+    "MKL_NUM_THREADS": "4",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
+    chosen = binding(Device("0000:07:00.0", (), 1), NICS)
+    assert launch_env_vars(chosen) == ALWAYS | {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
+        "UCX_NET_DEVICES": "mlx5_1:1",
+        "HOROVOD_GLOO_IFACE": "ib1",
+        "HOROVOD_FUSION_THRESHOLD": "0",
+    }
+
+
+def test_variables_of_a_rank_without_gpu_and_nic() -> None:
+    assert launch_env_vars(binding())["HOROVOD_CYCLE_TIME"] == "10"
+    assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), ranks_change=True)
+    assert launch_env_vars(binding(), autotunes=True) == ALWAYS
+
+
+def test_variables_that_are_set_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"})
+    os.environ.pop("OPENBLAS_NUM_THREADS", None)
+    assert bind("none").warnings[0].startswith("OMP_NUM_THREADS is set: torch computes with 7, not ")
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS")
+    assert [os.environ[name] for name in names] == ["7", "ACTIVE", "1"]
+
+
+@pytest.mark.parametrize(
+    ("set_to", "threads"), [(None, 4), ("", 4), ("7", 7), ("2,3", 2), (" 1 ", 1), ("0", 4), ("many", 4)]
+)
+def test_a_number_of_threads_that_is_set_is_respected(
+    set_to: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_to)
+    assert compute_threads(default=4) == threads
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        (None, None),
+        ("", ()),
+        ("2,0", (2, 0)),
+        ("GPU-4747-aaaa", (2,)),
+        ("GPU-07", (0,)),
+        ("GPU-0,1", ()),  # an ambiguous prefix: CUDA ignores it and all that follow
+        ("1,7,2", (1,)),  # a number that does not exist has the same effect
+        ("MIG-1234", None),
+    ],
+)
+def test_cuda_visible_devices_are_read_as_by_cuda(setting: str | None, shown: tuple[int, ...] | None) -> None:
+    on_host = tuple(Device(kernel_address(address), (), 0) for address, _ in GPUS)
+    host = Host(cores=(), nodes={}, distances={}, gpus=on_host, nics=())
+    assert visible_gpus(host, GPUS, setting) == shown
+
+
+def test_gpus_that_a_cgroup_hides_count_as_those_of_other_ranks(tmp_path: Path) -> None:
+    """Slurm's cgroup shows each task one GPU; the PCI bus lists all of them."""
+    root, gpus = lay_out("dgx_a100", tmp_path)
+    host = read_host(root, gpus[5:6])
+    assert [gpu.name for gpu in host.gpus] == [gpu.name for gpu in read_host(root, gpus).gpus]
+    assert visible_gpus(host, gpus[5:6], None) == (5,)
+    assert visible_gpus(host, gpus[5:6], "0") == (5,)
+    rank = LaunchedRank(local_rank=5, local_size=8, allowed_cpus=frozenset(range(256)), visible_gpus=(5,))
+    assert cpu_ranges(plan_binding(host, rank).cpus) == "120-127,248-255"  # the second half of node 7
+    assert visible_gpus(read_host(root, gpus), gpus, None) is None
+
+
+def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:
+    folder = proc / number
+    folder.mkdir(parents=True)
+    (folder / "status").write_text(f"Name:\t{name}\nPPid:\t{parent}\nCpus_allowed_list:\t{cpus}\n")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "launcher_cpus", "rank_cpus", "placed"),
+    [
+        ("orted", "0-63", "0-7", 1),
+        ("mpirun.openmpi", "0-63", "0-7", 1),
+        ("orted", "0-63", "0-31", 4),  # by socket: four of the eight ranks have these CPUs
+        ("orted", "0-7", "0-7", 0),  # a job's cgroup, or taskset: all ranks have these CPUs
+        ("bash", "0-63", "0-7", 0),  # taskset before horovodrun
+        ("slurmstepd", "0-63", "0-1", 1),
+        ("slurmstepd", "0-63", "0-15", 0),  # the 16 CPUs of the job, to which stepd itself is not bound
+    ],
+)
+def test_the_number_of_ranks_that_the_launcher_bound_to_these_cpus(
+    tmp_path: Path, launcher: str, launcher_cpus: str, rank_cpus: str, placed: int
+) -> None:
+    process(tmp_path, "self", "python3", "30", rank_cpus)
+    process(tmp_path, "30", "bash", "20", rank_cpus)  # a wrapper script between launcher and rank
+    process(tmp_path, "20", launcher, "1", launcher_cpus)
+    process(tmp_path, "1", "systemd", "0", "0-127")
+    slurm = {"SLURM_CPUS_ON_NODE": "16"} if launcher == "slurmstepd" else {}
+    assert ranks_bound_by_launcher(8, slurm, tmp_path) == placed
+
+
+def test_threads_are_divided_among_the_ranks_of_a_socket() -> None:
+    host = host_of("cpu_vm")
+    bound = plan_binding(host, LaunchedRank(1, 4, frozenset(range(4)), ranks_bound_here=2))
+    assert (bound.cpus, bound.threads) == ((0, 1, 2, 3), 2)
+
+
+def test_a_refused_cpu_affinity_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    bound = bind("numa")
+    assert bound.warnings == (f"cannot bind to CPUs {cpu_ranges(bound.cpus)}: Operation not permitted",)
+
+
+def test_a_gpu_that_has_failed_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle(index: int) -> int:
+        if index == 1:
+            raise NVMLError(15)  # NVML_ERROR_GPU_IS_LOST
+        return index
+
+    functions: dict[str, Callable[..., Any]] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 3,
+        "nvmlDeviceGetHandleByIndex": handle,
+        "nvmlDeviceGetPciInfo": lambda index: SimpleNamespace(busId=GPUS[index][0]),
+        "nvmlDeviceGetUUID": lambda index: GPUS[index][1],
+        "nvmlSystemGetDriverVersion": lambda: "580.65",
+        "nvmlSystemGetCudaDriverVersion": lambda: 13000,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(topology.pynvml, name, function)
+    assert list_gpus() == [GPUS[0], GPUS[2]]
+    assert driver_versions() == ("580.65", 13000)
+
+
+SUFFIXES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+HOROVODRUN = dict(zip((f"HOROVOD_{suffix}" for suffix in SUFFIXES), "5814", strict=True))
+OPEN_MPI = dict(zip((f"OMPI_COMM_WORLD_{suffix}" for suffix in SUFFIXES), "3412", strict=True))
+PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+SRUN = {"SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "0"}
+SRUN |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (HOROVODRUN, LaunchEnv("horovodrun", 5, 8, 1, 4)),
+        (OPEN_MPI, LaunchEnv("mpirun", 3, 4, 1, 2)),
+        (PMI, LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, LaunchEnv("mpirun (PMI)", 1, 2, 0, 1)),
+        (SRUN, LaunchEnv("srun", 6, 7, 0, 2)),
+        (SRUN | OPEN_MPI, LaunchEnv("mpirun", 3, 4, 1, 2)),  # the inner launcher
+        (SRUN | OPEN_MPI | HOROVODRUN, LaunchEnv("horovodrun", 5, 8, 1, 4)),
+        (SRUN | PMI, LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,3"}, LaunchEnv("srun", 6, 7, 0, 4)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "7"}, LaunchEnv("srun", 6, 7, 0, 7)),
+        ({}, ALONE),
+        ({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "0"}, ALONE),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ALONE),  # a batch script, outside of any job step
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ALONE),  # a size without a rank
+    ],
+)
+def test_rank_and_size_are_the_launchers(environment: dict[str, str], expected: LaunchEnv) -> None:
+    assert read_launch_env(environment) == expected

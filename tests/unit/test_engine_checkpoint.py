@@ -6,9 +6,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,21 +105,6 @@ def test_a_step_saved_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "new").touch()
     assert {file.stat().st_mode for file in again.iterdir()} == {(tmp_path / "new").stat().st_mode}
     assert not (again / "evaluation.json").exists()  # it was of the replaced weights
-
-
-# Interrupted saves
-
-
-def test_a_partial_checkpoint_is_ignored_and_deleted_when_the_run_is_opened_again(tmp_path: Path) -> None:
-    complete = save(tmp_path, 1)
-    for step in (2, 7):
-        partial = tmp_path / "checkpoints" / f".step_{step:08}.partial"
-        partial.mkdir()
-        (partial / "model.safetensors").write_bytes(b"partial")
-    assert find_checkpoint(str(tmp_path)) == complete
-    clean_up(tmp_path / "checkpoints")
-    save(tmp_path, 2)
-    assert names(tmp_path) == ["last", "step_00000001", "step_00000002"]
 
 
 def test_a_run_without_a_whole_checkpoint_has_none(tmp_path: Path) -> None:
@@ -267,23 +254,74 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_until_it_can(tmp_path:
     assert names(tmp_path) == ["last", "step_00000002", "step_00000003"]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted_disk(tmp_path / "small", "1m") as folder:
-        yield folder
-
-
 # Either the first tensor file does not fit on the disk, or state.json after it.
 @pytest.mark.parametrize("length", [10**6, 200_000], ids=["tensors", "metadata"])
-def test_a_full_disk_is_a_user_error_and_earlier_checkpoints_are_intact(
-    length: int, small_disk: Path
+def test_a_full_disk_is_a_user_error_and_earlier_checkpoints_are_intact(length: int, tmp_path: Path) -> None:
+    with mounted_disk(tmp_path / "small", "1m") as disk:
+        earlier = save(disk, 1)
+        tensors = {"model": {"weight": torch.zeros(length)}}
+        metadata = {} if length == 10**6 else {"padding": "x" * 2**20}
+        with pytest.raises(UserError, match=r"step_00000002 .*No space left .*--resume auto"):
+            write_checkpoint(disk / "checkpoints", 2, tensors, metadata)
+        assert names(disk) == ["last", "step_00000001"]  # the partial files are deleted
+        assert find_checkpoint(str(disk)) == earlier
+        assert weight_of(save(disk, 2, number=3)) == 3
+
+
+# Python announces these before it changes a file or a folder.
+_OPERATIONS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate"}
+
+
+def save_and_rotate(folder: Path, step: int, number: float) -> None:
+    """Save a checkpoint as a run with `--keep-checkpoints 1` does."""
+    files = {"model": {"weight": torch.full((9,), number)}}
+    saved = write_checkpoint(folder / "checkpoints", step, files, {})
+    delete_old_checkpoints(saved, 1)
+
+
+def save_killed_before(operation: int, folder: Path, step: int, number: float) -> bool:
+    """Save in a fork that is killed before its n-th file operation; return whether it was."""
+    child = os.fork()
+    if not child:
+        left = operation
+
+        def count(event: str, _: tuple[Any, ...]) -> None:
+            nonlocal left
+            if event in _OPERATIONS:
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        save_and_rotate(folder, step, number)
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("step", [20, 30], ids=["the same step again", "the next step"])
+def test_a_process_killed_before_any_file_operation_leaves_a_whole_checkpoint(
+    tmp_path: Path, step: int
 ) -> None:
-    earlier = save(small_disk, 1)
-    tensors = {"model": {"weight": torch.zeros(length)}}
-    metadata = {} if length == 10**6 else {"padding": "x" * 2**20}
-    with pytest.raises(UserError, match=r"step_00000002 .*No space left .*--resume auto"):
-        write_checkpoint(small_disk / "checkpoints", 2, tensors, metadata)
-    assert names(small_disk) == ["last", "step_00000001"]  # the partial files are deleted
-    assert find_damage(earlier) is None
-    assert find_checkpoint(str(small_disk)) == earlier
-    assert weight_of(save(small_disk, 2, number=3)) == 3
+    found = []
+    for operation in range(100):
+        folder = tmp_path / str(operation)
+        save_and_rotate(folder, 20, 1.0)
+        killed = save_killed_before(operation, folder, step, 2.0)
+        found.append(float(read_tensors(find_checkpoint(str(folder)))["model"]["weight"][0]))
+        clean_up(folder / "checkpoints")
+        save_and_rotate(folder, 40, 4.0)
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["last", "step_00000040"]
+        if not killed:
+            break
+    assert not killed
+    assert len(found) > 15
+    assert found == sorted(found)  # first the old one, then the new one
+    assert set(found) == {1.0, 2.0}
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(tmp_path: Path) -> None:
+    save_and_rotate(tmp_path, 20, 1.0)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
+    assert has_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="held checkpoints, but none is left"):
+        find_checkpoint(str(tmp_path))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +14,7 @@ from horovod_volo.engine.task import Network
 from horovod_volo.monitor.meters import peak_flops
 
 
-@pytest.mark.parametrize(
-    ("model", "side", "gflop"),
-    [("volo_d1", 224, 41.5), ("volo_d5", 512, 2547.0)],
-)
+@pytest.mark.parametrize(("model", "side", "gflop"), [("volo_d1", 224, 41.5), ("volo_d5", 512, 2547.0)])
 def test_forward_and_backward_take_what_was_counted_layer_by_layer(
     model: str, side: int, gflop: float
 ) -> None:
@@ -35,44 +32,24 @@ class ComputedOnHost(torch.nn.Sequential):
         return images * float(super().forward(images).sum())
 
 
-class BuiltOnHost(torch.nn.Linear):
-    """A network whose constructor needs the values of a tensor, as those of many published models do."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.drop_path = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
-
-
 class UnknownNetwork:
     """The part of a task that builds the network of a plugin."""
 
-    def __init__(self, build: Callable[[], torch.nn.Module]) -> None:
-        self._build = build
-
     def build(self, *_: object) -> Network:
-        network = self._build()
+        network = ComputedOnHost(torch.nn.Conv2d(3, 3, 1))
         return Network(network, (), network, lambda _: [])
 
 
-@pytest.mark.parametrize(
-    "build", [lambda: ComputedOnHost(torch.nn.Conv2d(3, 3, 1)), lambda: BuiltOnHost(3, 3)]
-)
-def test_operations_that_cannot_be_counted_are_not_invented(build: Callable[[], torch.nn.Module]) -> None:
+def test_operations_that_cannot_be_counted_are_not_invented() -> None:
     """A run does not need them."""
-    cost = count_cost(assemble({}, fallback_name=""), UnknownNetwork(build), 3)  # type: ignore[arg-type]
+    task: Any = UnknownNetwork()
+    cost = count_cost(assemble({}, fallback_name=""), task, 3)
     assert (cost.forward_flops, bool(cost.problem)) == (0.0, True)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "precision", "tflops"),
-    [
-        ("NVIDIA H100 PCIe", "fp16", 756),
-        ("NVIDIA A100-SXM4-40GB", "tf32", 156),
-        ("Tesla V100-SXM2-16GB", "fp16", 125),
-        ("Tesla V100-SXM2-16GB", "bf16", 0),
-        ("NVIDIA A1000", "bf16", 0),
-        ("NVIDIA GeForce RTX 4090 D", "bf16", 0),
-    ],
-)
-def test_peaks_are_those_of_known_gpus(gpu: str, precision: str, tflops: float) -> None:
-    assert peak_flops(gpu, precision) == tflops * 1e12
+def test_peaks_are_those_of_known_gpus() -> None:
+    expected = {("NVIDIA H100 PCIe", "fp16"): 756, ("NVIDIA A100-SXM4-40GB", "tf32"): 156}
+    expected |= {("Tesla V100-SXM2-16GB", "fp16"): 125, ("Tesla V100-SXM2-16GB", "bf16"): 0}
+    expected |= {("NVIDIA A1000", "bf16"): 0, ("NVIDIA GeForce RTX 4090 D", "bf16"): 0}
+    for (gpu, precision), tflops in expected.items():
+        assert peak_flops(gpu, precision) == tflops * 1e12, gpu

@@ -87,9 +87,7 @@ def test_a_damaged_lock_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"boot": "another"}, {"processes": "pid:[1]"}],
-    ids=["host of the same name", "container"],
+    "other", [{"boot": "another"}, {"processes": "pid:[1]"}], ids=["host of the same name", "container"]
 )
 def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: dict[str, str]

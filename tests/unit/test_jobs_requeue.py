@@ -25,26 +25,55 @@ def last_line(step: int) -> str:
     return end_message(context, finished=False)
 
 
+def ended(folder: Path, job: str, mpirun: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a job whose mpirun is this script."""
+    for name, line in {"scontrol": 'echo "scontrol $*"', "mpirun": mpirun, "srun": "exit 1"}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    folders = {"SLURM_SUBMIT_DIR": str(CHECKOUT), "OUTPUT_DIR": str(folder), "ACTIVATE_FILE": "/dev/null"}
+    script, *arguments = job.split()
+    return subprocess.run(
+        ["bash", f"jobs/{script}.sbatch", *arguments],
+        cwd=CHECKOUT,
+        env={"PATH": f"{folder}:/usr/bin:/bin"} | SLURM | folders | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=20,
+    )
+
+
 @pytest.mark.parametrize("job", ["pretrain demo", "elastic demo 8 1", "coarse_to_fine demo demo"])
 @pytest.mark.parametrize(("step", "requeued"), [(4, True), (5, False)])
 def test_a_job_is_requeued_unless_its_run_reached_the_step_of_stop_at_step(
     tmp_path: Path, step: int, requeued: bool, job: str
 ) -> None:
-    ends = {"scontrol": 'echo "scontrol $*"', "mpirun": f'echo "{last_line(step)}"; exit 75'}
-    for name, line in ends.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    folders = {"SLURM_SUBMIT_DIR": str(CHECKOUT), "OUTPUT_DIR": str(tmp_path), "ACTIVATE_FILE": "/dev/null"}
-    script, *arguments = job.split()
-    done = subprocess.run(
-        ["bash", f"jobs/{script}.sbatch", *arguments],
-        cwd=CHECKOUT,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"} | SLURM | folders,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=20,
-    )
-    assert done.returncode == 75, done.stderr
+    done = ended(tmp_path, job, f'echo "{last_line(step)}"; exit 75')
+    assert done.returncode == 75, done.stdout
     assert last_line(step) in done.stdout
     assert ("scontrol requeue 7" in done.stdout) == requeued, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "submitted_in", "status", "message"),
+    [
+        # As mpirun sometimes does when a node is lost.
+        ("exit 0", str(CHECKOUT), 205, "error: mpirun ended before training was finished"),
+        ("exit 1", str(CHECKOUT), 1, ""),
+        ("", "/tmp", 2, "error: sbatch this in the folder of the checkout, not in /tmp"),
+    ],
+)
+def test_a_job_that_fails_is_not_requeued(
+    tmp_path: Path, mpirun: str, submitted_in: str, status: int, message: str
+) -> None:
+    done = ended(tmp_path, "pretrain demo", mpirun, SLURM_SUBMIT_DIR=submitted_in)
+    assert done.returncode == status, done.stdout
+    assert message in done.stdout
+    assert "requeue" not in done.stdout
+
+
+def test_an_elastic_job_whose_nodes_are_lost_is_requeued(tmp_path: Path) -> None:
+    done = ended(tmp_path, "elastic demo 8 1", "exit 1")
+    assert done.returncode == 75, done.stdout
+    assert "lost 1 of 1 nodes" in done.stdout
+    assert "scontrol requeue 7" in done.stdout

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from safetensors.torch import load_file
 import horovod_volo
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.context import TrainContext
@@ -68,13 +66,6 @@ register_model(ModelSpec(name="tiny_pool", build=build))
 """
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=40, val=20)
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute on one thread: sums of several may be rounded differently while the machine is busy."""
@@ -82,15 +73,10 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def default_handlers() -> Iterator[None]:
-    """Have signals do by default what they do in a notebook; the command and other tests leave handlers."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
+def default_handlers() -> None:
+    """Have signals do what they do in a notebook; other tests may leave handlers."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 class AtStep(Callback):
@@ -319,11 +305,8 @@ def test_a_profile_ends_with_the_run(images: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="AtStep failed in step_done"):
         failing.fit()
     assert not torch.autograd._profiler_enabled()
-    for name, steps, folders in (
-        ("failing", "", []),
-        ("shorter", "2:9", ["steps_2-3"]),
-        ("none", "11:12", []),
-    ):
+    expected = (("failing", "", []), ("shorter", "2:9", ["steps_2-3"]), ("none", "11:12", []))
+    for name, steps, folders in expected:
         if steps:
             Trainer(images, name=name, output=tmp_path, **settings | {"profile": steps}).fit()
         assert [folder.name for folder in (tmp_path / name).glob("profile/*")] == folders
