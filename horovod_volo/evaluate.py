@@ -24,7 +24,7 @@ from horovod_volo.config.arguments import Parser, add_flags, flags_of, whole_num
 from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
 from horovod_volo.core.errors import UserError, escape_controls, list_problems
-from horovod_volo.evaluation import add_crops_flag, flags_of_trained_network
+from horovod_volo.evaluation import flags_of_trained_network
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
@@ -36,7 +36,7 @@ ALL_CLASSES = sys.maxsize
 WORST_CLASSES = 20
 _FLAGS_OF_TASKS = {
     **dict.fromkeys(("model", "img_size", "aux_head", "mean", "std"), ("classification",)),
-    **dict.fromkeys(("crop_pct", "crops", "real", "v2", "cache_dir"), ("classification",)),
+    **dict.fromkeys(("crop_pct", "real", "v2", "cache_dir"), ("classification",)),
     **dict.fromkeys(("scales", "flip"), ("segmentation",)),
     "predictions": ("segmentation", "detection"),
     "image_decoder": ("classification", "detection"),
@@ -121,7 +121,6 @@ def build_parser() -> Parser:
         setting_of_training("image_decoder"),
         setting_of_training("precision", help="arithmetic of the forward pass"),
     )
-    add_crops_flag(parser)
     images = parser.add_mutually_exclusive_group()
     split = Setting(name="split", kind=Literal["train", "val"], default="val", help="split of DATA_DIR")
     add_flags(images, split)

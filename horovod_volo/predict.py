@@ -23,7 +23,7 @@ from horovod_volo.config.arguments import Parser, add_flags, whole_number
 from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
 from horovod_volo.core.errors import UserError, escape_controls, list_problems, refuse_mistakes
-from horovod_volo.evaluation import add_crops_flag, flags_of_trained_network
+from horovod_volo.evaluation import flags_of_trained_network
 
 if TYPE_CHECKING:
     from horovod_volo.evaluation.predictions import Classes
@@ -61,7 +61,6 @@ def build_parser() -> Parser:
         setting_of_training("batch_size", help="images per batch"),
         setting_of_training("precision", help="arithmetic of the forward pass"),
     )
-    add_crops_flag(parser)
     return parser
 
 
@@ -74,9 +73,7 @@ def _predict(options: argparse.Namespace) -> int:
     files = _files(options.images, bad)
     trained = load_network(options.weights, options)
     list_problems(trained.messages)
-    request = PredictRequest(
-        options.top, options.crop_pct, options.batch_size, options.precision, options.crops
-    )
+    request = PredictRequest(options.top, options.crop_pct, options.batch_size, options.precision)
     predictions: list[tuple[Path, Classes]] = []
     write_row = csv.writer(sys.stdout).writerow
     if options.format == "csv":

@@ -54,7 +54,7 @@ _FOREIGN = {
     ),
     "--config -c": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
     "--no-aug": "No augmentation: --aa '' --color-jitter 0 --reprob 0 --scale 1 1 --ratio 1 1 --hflip 0.",
-    "--tta --evaluate": "python -m horovod_volo.evaluate measures the accuracy, also of several crops.",
+    "--tta --evaluate": "python -m horovod_volo.evaluate measures the accuracy.",
 }
 
 

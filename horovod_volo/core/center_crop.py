@@ -1,4 +1,4 @@
-"""The resizing and the crops of evaluation images, in pixels.
+"""The resizing and the crop of evaluation images, in pixels.
 
 Rounding follows the evaluation transforms of timm and torchvision, which published accuracies depend on.
 """
@@ -36,24 +36,3 @@ def crop_corners(resized: NDArray[np.int64], image_size: int) -> NDArray[np.int6
     margin = resized - image_size
     # torchvision rounds half to even when it cuts, and rounds the upper left border down when it pads.
     return np.where(margin >= 0, np.rint(margin / 2), -(-margin // 2)).astype(np.int64)
-
-
-def view_corners(resized: NDArray[np.int64], image_size: int, crops: int) -> NDArray[np.int64]:
-    """Return top and left of each of the crops of an image, (batch, crops, 2).
-
-    They are the centre and, with 5 or 10 crops, the four corners of the image; of 10, the last five are the
-    first five again, to be mirrored.
-    """
-    centre = crop_corners(resized, image_size)[:, None]  # (batch, 1, 2)
-    if crops == 1:
-        return centre
-    margin = np.maximum(resized - image_size, 0)[:, None]
-    ends = margin * np.array([[0, 0], [0, 1], [1, 0], [1, 1]])  # (batch, 4, 2)
-    # A side that is shorter than the crop has one position, that of the centre crop.
-    ends = np.where(resized[:, None] < image_size, centre, ends)
-    return np.tile(np.concatenate([centre, ends], axis=1), (1, crops // 5, 1))
-
-
-def is_mirrored(crop: int) -> bool:
-    """Return whether a crop, by its place among those of `view_corners`, is to be mirrored."""
-    return crop >= 5

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.core.center_crop import is_mirrored
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 
@@ -141,12 +140,11 @@ def build_eval_pipeline(
     image_size: int,
     normalization: Normalization = IMAGENET_NORMALIZATION,
     interpolation: str = "bicubic",
-    crops: int = 1,
     **common: Any,
 ) -> Any:
     """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners.
 
-    Its images are (3, image_size, image_size), or with several crops (crops, 3, image_size, image_size).
+    Its images are (3, image_size, image_size).
     """
     fn, types = _dali().fn, _dali().types
     filtering = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}[interpolation]
@@ -161,25 +159,20 @@ def build_eval_pipeline(
         )
         # With antialiasing, as PIL's filters have it.
         resized = fn.resize(images, size=sizes, interp_type=filtering, antialias=True)
-        views = [
-            fn.crop_mirror_normalize(
-                fn.slice(
-                    resized,
-                    start=corners[2 * crop : 2 * crop + 2] if crops > 1 else corners,
-                    shape=[image_size, image_size],
-                    axis_names="HW",
-                    out_of_bounds_policy="pad",
-                    fill_values=0,  # black before normalisation, as torchvision pads
-                ),
-                dtype=types.FLOAT,
-                output_layout="CHW",
-                mirror=int(is_mirrored(crop)),
-                mean=[255 * value for value in normalization.mean],
-                std=[255 * value for value in normalization.std],
-            )
-            for crop in range(crops)
-        ]
-        return fn.stack(*views) if crops > 1 else views[0]
+        return fn.crop_mirror_normalize(
+            fn.slice(
+                resized,
+                start=corners,
+                shape=[image_size, image_size],
+                axis_names="HW",
+                out_of_bounds_policy="pad",
+                fill_values=0,  # black before normalisation, as torchvision pads
+            ),
+            dtype=types.FLOAT,
+            output_layout="CHW",
+            mean=[255 * value for value in normalization.mean],
+            std=[255 * value for value in normalization.std],
+        )
 
     return _build(graph, source, [(types.UINT8, 1), (types.FLOAT, 1), (types.INT32, 1)], **common)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, Labels, TrainBatch, copy_async
-from horovod_volo.core.center_crop import resized_shapes, view_corners
+from horovod_volo.core.center_crop import crop_corners, resized_shapes
 from horovod_volo.data.augmentation.apply_ops import parts_needed
 from horovod_volo.data.augmentation.crop_flip import LabelMap, augmented_maps, draw_crops
 from horovod_volo.data.augmentation.policy import draw_operations
@@ -159,15 +159,13 @@ class EvalBatches:
         threads: int,
         normalization: Normalization = IMAGENET_NORMALIZATION,
         interpolation: str = "bicubic",
-        crops: int = 1,
     ) -> None:
-        """With several `crops` of each image, images are (batch, crops, 3, image_size, image_size)."""
         decoder = image_decoder(settings.image_decoder)
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self.batch_size = settings.eval_batch_size or settings.batch_size
         self._indices = np.arange(rank, count, size, dtype=np.int64)
         self._readers = ImageThreadPool(threads, "file-reader")
-        self._files, self._resize, self._image_size, self._crops = files, resize, image_size, crops
+        self._files, self._resize, self._image_size = files, resize, image_size
         self._prefetcher = BatchPrefetcher[PendingEvalBatch](
             partial(
                 decoder.build_eval_pipeline,
@@ -177,7 +175,6 @@ class EvalBatches:
                 device=device,
                 threads=threads,
                 normalization=normalization,
-                crops=crops,
             ),
             device,
             settings.prefetch,
@@ -211,7 +208,7 @@ class EvalBatches:
         black = _BLACK_PIXEL, np.array([self._image_size, self._image_size])
         encoded, shapes = zip(*(sample or black for sample in samples), strict=True)
         resized = np.stack(shapes)
-        corners = view_corners(resized, self._image_size, self._crops).reshape(len(resized), -1)
+        corners = crop_corners(resized, self._image_size)
         inputs = (list(encoded), list(resized.astype(np.float32)), list(corners.astype(np.int32)))
         return PendingEvalBatch(indices, inputs, np.array([sample is None for sample in samples]))
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from horovod_volo.core.center_crop import is_mirrored
 from horovod_volo.data.image_decoder import (
     BATCHES_DECODED_AHEAD,
     DECODERS,
@@ -109,20 +108,17 @@ def build_eval_pipeline(
     threads: int,
     normalization: Normalization = IMAGENET_NORMALIZATION,
     interpolation: str = "bicubic",
-    crops: int = 1,
 ) -> PillowPipeline:
     """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners.
 
-    Its images are (3, image_size, image_size), or with several crops (crops, 3, image_size, image_size).
+    Its images are (3, image_size, image_size).
     """
     del batch
     mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
 
     def decode(encoded: NDArray[np.uint8], size: NDArray[Any], corner: NDArray[Any]) -> Tensor:
-        image, corners = decoded_rgb(encoded.data), corner.reshape(crops, 2)
-        views = cropped_views(image, size, corners, image_size, interpolation)
-        images = torch.from_numpy(views).permute(0, 3, 1, 2)
-        return images if crops > 1 else images[0]
+        image = cropped(decoded_rgb(encoded.data), size, corner, image_size, interpolation)
+        return torch.from_numpy(image).permute(2, 0, 1)
 
     def collect(images: list[Tensor]) -> Tensor:
         return torch.stack(images).to(device).float().sub_(mean).div_(std)
@@ -141,20 +137,13 @@ def undecodable(images: Input) -> list[int]:
     return positions
 
 
-def cropped_views(
-    image: Image.Image, size: NDArray[Any], corners: NDArray[Any], side: int, interpolation: str
+def cropped(
+    image: Image.Image, size: NDArray[Any], corner: NDArray[Any], side: int, interpolation: str
 ) -> NDArray[np.uint8]:
-    """Resize an image to (height, width) and cut out crops (crops, side, side, 3); black outside the image.
-
-    `corners` (crops, 2) are those of `view_corners`.
-    """
-    height, width = size.astype(int).tolist()
+    """Resize an image to (height, width) and cut out a crop (side, side, 3); black outside the image."""
+    (height, width), (top, left) = size.astype(int).tolist(), corner.tolist()
     resized = image.resize((width, height), _FILTERS[interpolation])
-    crops = []
-    for number, (top, left) in enumerate(corners.tolist()):
-        crop = np.array(resized.crop((left, top, left + side, top + side)))
-        crops.append(crop[:, ::-1] if is_mirrored(number) else crop)
-    return np.stack(crops)
+    return np.array(resized.crop((left, top, left + side, top + side)))
 
 
 def _crop(encoded: NDArray[np.uint8], corner: NDArray[Any], shape: NDArray[Any]) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Literal
 
-from horovod_volo.config.arguments import whole_number
 from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
 
@@ -35,17 +33,4 @@ def flags_of_trained_network() -> tuple[Setting, ...]:
         ),
         setting_of_training("mean", help=_STATISTIC.format("mean")),
         setting_of_training("std", help=_STATISTIC.format("standard deviation")),
-    )
-
-
-def add_crops_flag(parser: argparse._ActionsContainer) -> None:
-    """Add the flag for several crops of each evaluated image."""
-    parser.add_argument(
-        "--crops",
-        type=whole_number(1),
-        choices=(1, 5, 10),
-        default=1,
-        metavar="{1,5,10}",
-        help="crops of each image, whose probabilities are averaged: 5 are the centre and the corners, 10 "
-        "these and their mirror images (default: 1)",
     )

@@ -27,7 +27,7 @@ from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_ca
 from horovod_volo.evaluation.predictions import load_network
 from horovod_volo.evaluation.task_results import EVALUATIONS, Evaluated, Progress
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import CropAverage, PretrainedModel, settings_of_run
+from horovod_volo.models.pretrained import PretrainedModel, settings_of_run
 from horovod_volo.models.weights import TIMM
 
 
@@ -45,11 +45,10 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     fix_convolutions(model.network, request.precision, resources.device)
     crop_pct = request.crop_pct or model.crop_pct
     loader = _build_loader(request, catalog, model, crop_pct, resources, world)
-    network = model.network if request.crops == 1 else CropAverage(model.network)
     scores, done, own = ImageScores(resources.device), 0, len(range(world.rank, len(catalog), world.size))
     with closing(loader), torch.inference_mode(), autocast(request.precision, resources.device):
         for batch in loader:
-            scores.add(batch, network(batch.images))
+            scores.add(batch, model.network(batch.images))
             done += len(batch.indices)
             progress(done, own)
     counts, predictions, _ = scores.gather(catalog, world)
@@ -136,7 +135,6 @@ def _build_loader(
         threads=request.workers or resources.threads,
         normalization=Normalization(model.mean, model.std),
         interpolation=model.interpolation,
-        crops=request.crops,
     )
 
 
@@ -155,11 +153,10 @@ class AccuracyResult:
     def lines(self) -> list[str]:
         """Return the lines that are printed."""
         request, model, counts, metrics = self.request, self.model, self.counts, self.counts.metrics()
-        crops = "crop" if request.crops == 1 else f"{request.crops} crops"
-        crops = crops if model.crop_mode == "center" else f"{model.crop_mode}, {crops}"
+        crop = "crop" if model.crop_mode == "center" else f"{model.crop_mode}, crop"
         properties = [
             ("weights", request.weights),
-            ("model", f"{model.name}, {model.image_side} px, {crops} {self.crop_pct:g}, {request.precision}"),
+            ("model", f"{model.name}, {model.image_side} px, {crop} {self.crop_pct:g}, {request.precision}"),
             *(("", warning) for warning in model.messages),
             *(("decoder", message) for message in decoder_messages(request.image_decoder)),
             ("images", f"{counts.images:,} of {self.data}; {counts.bad_samples:,} damaged ones left out"),
@@ -176,7 +173,7 @@ class AccuracyResult:
     def record(self, ranks: int) -> dict[str, Any]:
         """Return the result as it is written to JSON."""
         request, model, counts = self.request, self.model, self.counts
-        of_request = ("weights", "use_ema", "crops", "precision", "batch_size")
+        of_request = ("weights", "use_ema", "precision", "batch_size")
         record: dict[str, Any] = {
             **{name: getattr(request, name) for name in of_request},
             "model": model.name,

@@ -18,12 +18,12 @@ import torch
 from PIL import Image
 
 from horovod_volo.core.atomic_file import write_text
-from horovod_volo.core.center_crop import resized_shapes, view_corners
+from horovod_volo.core.center_crop import crop_corners, resized_shapes
 from horovod_volo.core.errors import BadSampleError
-from horovod_volo.data.pillow_pipeline import cropped_views
+from horovod_volo.data.pillow_pipeline import cropped
 from horovod_volo.data.reading import UNDECODABLE, Encoded, decode_rgb, decoded_rgb, resized_shape, to_ppm
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import CropAverage, PretrainedModel, load_pretrained
+from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
 from horovod_volo.models.timm_api import described
 from horovod_volo.monitor.pictures import inlined_jpeg
 
@@ -38,7 +38,6 @@ class PredictRequest:
     crop_pct: float  # 0: the model's own
     batch_size: int
     precision: str
-    crops: int = 1  # of each image, whose probabilities are averaged
 
 
 def load_network(source: str, flags: Any) -> PretrainedModel:
@@ -65,7 +64,6 @@ def predict(
     trained.network.to(device)
     set_tf32(request.precision)
     fix_convolutions(trained.network, request.precision, device)
-    averaged = CropAverage(trained.network)  # the same as the network, if there is one crop
     names = described(trained.class_names) or [f"class {number}" for number in range(trained.num_classes)]
     side = trained.image_side
     resize = partial(
@@ -83,9 +81,8 @@ def predict(
                 image = decode_rgb(sources, number)
                 height, width, _ = image.shape
                 shape = resized_shape(sources, number, (height, width), resize)
-                corners = view_corners(shape[None], side, request.crops)[0]
-                views = cropped_views(Image.fromarray(image), shape, corners, side, trained.interpolation)
-                pixels.append(views)  # (crops, side, side, 3), as an evaluation takes them
+                (corner,) = crop_corners(shape[None], side)
+                pixels.append(cropped(Image.fromarray(image), shape, corner, side, trained.interpolation))
                 shown.append(number)
             except BadSampleError as error:
                 bad.append(str(error))
@@ -93,7 +90,7 @@ def predict(
             continue
         batch = torch.from_numpy(np.stack(pixels)).to(device).movedim(-1, -3)
         with torch.inference_mode(), autocast(request.precision, device):
-            logits = averaged((batch / 255 - mean) / std)
+            logits = trained.network((batch / 255 - mean) / std)
         shares, classes = logits.float().softmax(dim=1).topk(min(request.top, logits.shape[1]), dim=1)
         for number, own_shares, own_classes in zip(shown, shares.tolist(), classes.tolist(), strict=True):
             yield number, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)]

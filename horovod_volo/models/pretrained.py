@@ -7,13 +7,11 @@ trained would add noise, so evaluation leaves it out.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from horovod_volo.config.recipe import load_recipe
@@ -172,20 +170,3 @@ def _classes(name: str, state: Mapping[str, Tensor], source: str) -> int:
             if key in state and state[key].dim():
                 return len(state[key])
     raise UserError(f"The weights in {source} have no head of {name}. Check --model.")
-
-
-class CropAverage(nn.Module):
-    """Averages the class probabilities of the crops of each image."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the logarithm of the mean probabilities (batch, classes).
-
-        images  (batch, crops, 3, height, width)
-        """
-        # One crop of all images after the other, so that crops need no more memory.
-        crops = [self.network(crop).float().log_softmax(dim=1) for crop in images.unbind(dim=1)]
-        return torch.stack(crops).logsumexp(dim=0) - math.log(len(crops))

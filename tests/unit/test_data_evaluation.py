@@ -1,4 +1,4 @@
-"""Evaluation images are those of timm, and the average of several crops that of crops by torchvision."""
+"""Evaluation images and their predictions are those of timm, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 
 # isort: split
 from timm.data import create_transform
-from torchvision.transforms import functional
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
-from horovod_volo.core.center_crop import view_corners
 from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.accuracy import ImageScores
 from horovod_volo.evaluation.predictions import PredictRequest, predict
-from horovod_volo.models.pretrained import CropAverage, PretrainedModel
+from horovod_volo.models.pretrained import PretrainedModel
 
 # width, height
 SIZES = [(300, 200), (199, 301), (91, 61), (64, 64), (40, 57), (500, 375), (224, 225), (33, 160)]
@@ -107,50 +105,17 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
     return build_catalog(str(write_images(tmp_path_factory.mktemp("images"), images)), "val", None)
 
 
-def views_by_hand(path: str, crops: int) -> NDArray[np.float32]:
-    """Return the normalised crops of an image (crops, 3, side, side), cut by torchvision."""
-    with Image.open(path) as opened:
-        resized = functional.resize(opened.convert("RGB"), int(SIDE / CROP_PCT), Image.Resampling.BICUBIC)
-    *corners, centre = functional.five_crop(resized, SIDE)
-    views = [np.asarray(view, np.float32) / 255 for view in (centre, *corners)]
-    views += [view[:, ::-1] for view in views] if crops == 10 else []
-    mean, std = np.array(IMAGENET_MEAN, np.float32), np.array(IMAGENET_STD, np.float32)
-    return np.stack([((view - mean) / std).transpose(2, 0, 1) for view in views])
+def probabilities_by_hand(path: str) -> NDArray[np.float64]:
+    """Return the probabilities of the crop that timm takes."""
+    pixels, _ = timm_pixels(path, SIDE, CROP_PCT, "bicubic", "center")
+    image = torch.from_numpy(pixels.astype(np.float32))[None] / 255
+    mean, std = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
+    return np.asarray(Linear()((image - mean) / std).double().softmax(dim=1)[0])
 
 
-def probabilities_by_hand(path: str, crops: int) -> NDArray[np.float64]:
-    logits = Linear()(torch.from_numpy(views_by_hand(path, crops))).double()
-    return np.asarray((logits.exp() / logits.exp().sum(dim=1, keepdim=True)).mean(dim=0))
-
-
-def loader(catalog: Catalog, crops: int, rank: int = 0, size: int = 1) -> EvalLoader:
-    return EvalLoader(
-        catalog,
-        Data(batch_size=2),
-        image_size=SIDE,
-        crop_pct=CROP_PCT,
-        rank=rank,
-        size=size,
-        device=CPU,
-        threads=1,
-        crops=crops,
-    )
-
-
-@pytest.mark.parametrize("crops", [5, 10])
-def test_the_average_is_that_of_crops_by_hand(catalog: Catalog, crops: int) -> None:
-    found = torch.zeros(len(catalog), CLASSES, dtype=torch.float64)
-    with closing(loader(catalog, crops)) as opened:
-        for batch in opened:
-            for index, views in zip(batch.indices.tolist(), batch.images.numpy(), strict=True):
-                expected = views_by_hand(catalog.location(index), crops)
-                assert np.abs(views - expected).mean() < 0.35 / 255 / 0.22  # as of one crop: resizing rounds
-                assert np.abs(views - expected).max() < 1.01 / 255 / 0.22
-            found[batch.indices] = CropAverage(Linear())(batch.images).exp().double()
-    wanted = [probabilities_by_hand(catalog.location(index), crops) for index in range(len(catalog))]
-    assert np.abs(found.numpy() - np.stack(wanted)).max() < 0.03
-    one = CropAverage(Linear())(torch.from_numpy(views_by_hand(catalog.location(0), 5)[None, :1]))
-    assert np.abs(one.exp().numpy() - wanted[0]).max() > 0.05, "the crops predict alike"
+def loader(catalog: Catalog, rank: int, size: int) -> EvalLoader:
+    where = {"rank": rank, "size": size, "device": CPU, "threads": 1}
+    return EvalLoader(catalog, Data(batch_size=2), image_size=SIDE, crop_pct=CROP_PCT, **where)
 
 
 def test_the_counts_are_the_same_on_any_number_of_ranks(catalog: Catalog) -> None:
@@ -158,26 +123,26 @@ def test_the_counts_are_the_same_on_any_number_of_ranks(catalog: Catalog) -> Non
     for size in (1, 3, len(CROPPED) + 2):  # so that two have none
         scores = ImageScores(CPU)
         for rank in range(size):
-            with closing(loader(catalog, 10, rank, size)) as opened:
+            with closing(loader(catalog, rank, size)) as opened:
                 for batch in opened:
-                    scores.add(batch, CropAverage(Linear())(batch.images))
+                    scores.add(batch, Linear()(batch.images))
         counts.append(scores.gather(catalog, World.single())[0])
     for others in counts[1:]:
         assert counts[0]._replace(loss_sum=0) == others._replace(loss_sum=0)
         assert counts[0].loss_sum == pytest.approx(others.loss_sum, rel=1e-6)
     assert counts[0].images == len(catalog)
     wanted = [
-        -np.log(probabilities_by_hand(catalog.location(index), 10)[target])
+        -np.log(probabilities_by_hand(catalog.location(index))[target])
         for index, target in enumerate(catalog.targets.tolist())
     ]
     assert counts[0].loss_sum == pytest.approx(sum(wanted), rel=0.02)
 
 
-def test_a_prediction_of_files_averages_too(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_prediction_of_files_is_that_of_an_evaluation(catalog: Catalog, tmp_path: Path) -> None:
     statistics = (IMAGENET_MEAN, IMAGENET_STD)
     trained = PretrainedModel(Linear(), "none", SIDE, CLASSES, CROP_PCT, *statistics, "bicubic", [])
     files = [Path(catalog.location(index)) for index in range(len(catalog))]
-    request = PredictRequest(CLASSES, 0.0, batch_size=2, precision="fp32", crops=10)
+    request = PredictRequest(CLASSES, 0.0, batch_size=2, precision="fp32")
     line, bad = tmp_path / "line.png", list[str]()
     Image.new("L", (65_500, 1)).save(line)
     found = dict(predict(trained, [*files, line], request, bad))
@@ -186,13 +151,5 @@ def test_a_prediction_of_files_averages_too(catalog: Catalog, tmp_path: Path) ->
     ]
     assert list(found) == list(range(len(files)))
     for number, file in enumerate(files):
-        wanted, shares = probabilities_by_hand(str(file), 10), dict(found[number])
+        wanted, shares = probabilities_by_hand(str(file)), dict(found[number])
         assert [shares[f"class {number}"] for number in range(CLASSES)] == pytest.approx(wanted, abs=1e-4)
-
-
-def test_a_side_shorter_than_the_crop_has_one_position() -> None:
-    corners = view_corners(np.array([[30, 80], [40, 41]]), 32, 10)
-    assert corners.shape == (2, 10, 2)
-    assert corners[0, :5].tolist() == [[-1, 24], [-1, 0], [-1, 48], [-1, 0], [-1, 48]]
-    assert corners[1, :5].tolist() == [[4, 4], [0, 0], [0, 9], [8, 0], [8, 9]]
-    assert (corners[:, 5:] == corners[:, :5]).all()

@@ -123,11 +123,10 @@ def test_avif_under_the_name_of_a_jpeg(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-@pytest.mark.parametrize(("crop_pct", "crops"), [(0.9, 1), (1.15, 1), (0.8, 10)])
-def test_evaluation_images(folder: Path, interpolation: str, crop_pct: float, crops: int) -> None:
+@pytest.mark.parametrize("crop_pct", [0.9, 1.15])
+def test_evaluation_images(folder: Path, interpolation: str, crop_pct: float) -> None:
     dali, pillow = (
-        evaluated(folder, name, interpolation=interpolation, crop_pct=crop_pct, crops=crops)
-        for name in ("dali", "pillow")
+        evaluated(folder, name, interpolation=interpolation, crop_pct=crop_pct) for name in ("dali", "pillow")
     )
     difference = levels(pillow, dali)
     assert float(difference.mean()) < 0.2  # measured: 0.11 to 0.16 levels of 255
