@@ -62,7 +62,6 @@ def test_the_readme_claims_recorded_figures() -> None:
         "exposed, relative to stock Horovod's": "0.63",
         "exposed, relative to torch DDP's": "0.48",
         "1,000 classes, batch 64: faster than published": "12.7",
-        "faster than torch.load": "52.7",
         "faster than timm's loader": "1.92",
     }
     for label, text in claimed.items():
