@@ -109,10 +109,8 @@ class Data:
     bad_samples_limit: CountOrZero = setting(
         100, "damaged samples on one rank after which the run stops", idle=("with --bad-samples fail",)
     )
-    catalog_dir: str = setting(
-        "",
-        "folder for the list of images, on storage that all hosts share; empty: inside --output",
-        idle=("with --task segmentation",),
+    catalog_dir: str = _classification(
+        "", "folder for the list of images, on storage that all hosts share; empty: inside --output"
     )
     cache_dir: str = setting(
         "",

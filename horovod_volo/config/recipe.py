@@ -91,7 +91,9 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
                 continue
             home = _MOVED.get((group, key), group)
             if (home, key) not in settings:
-                raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")
+                only = f" It is no setting any more, and may only be {_REMOVED.get((group, key))!r}."
+                hint = only if (group, key) in _REMOVED else _where(key)
+                raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{hint}")
             if home == group or key not in tables.get(home, {}):
                 chosen[key] = settings[home, key].checked(value, f"Recipe {path}: {group}.{key}")
     # Recipes older than lr_base_size: only the peak is scaled, the other two learning rates are not.

@@ -58,7 +58,7 @@ class TrainBatch:
 class EvalBatch:
     """One batch of evaluation images; the tensors are on the rank's device, the indices on the host."""
 
-    images: Tensor  # (batch, 3, image_size, image_size) fp32, normalised; with crops (batch, crops, 3, ...)
+    images: Tensor  # (batch, 3, image_size, image_size) fp32, normalised
     classes: Tensor  # (batch,) int64; NO_CLASS where the image is damaged
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
 

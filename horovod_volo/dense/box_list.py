@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ class BoxList:
         """Return the names of the classes."""
         return self.annotations.class_names
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Return a checksum of the annotations and of the choice of images."""
         listed = self.annotations.digest().encode() + np.ascontiguousarray(self.numbers).tobytes()

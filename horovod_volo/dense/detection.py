@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import decoder_messages
 from horovod_volo.dense.anchors import DetectionLoss, anchor_rule, build_anchors, detection_loss, encode
 from horovod_volo.dense.box_evaluation import BoxEvaluation
-from horovod_volo.dense.box_list import BoxList, list_boxes
+from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader
 from horovod_volo.dense.dense_batches import DenseBatch, RankContext
 from horovod_volo.dense.ssd import HEADS, build_ssd, fitted_weights
@@ -59,6 +60,11 @@ class DetectionTask(DenseTask):
 
     def decoder_messages(self, config: Config) -> list[str]:
         return decoder_messages(config.data.image_decoder)
+
+    def read(self, config: Config, world: World) -> DenseData:
+        for split in ("train", "val"):  # on each host
+            world.run_on_all_ranks(partial(find_boxes, Path(config.data.data_dir), split))
+        return super().read(config, world)
 
     def list_data(self, config: Config) -> DenseData:
         root = Path(config.data.data_dir)

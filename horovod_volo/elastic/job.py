@@ -59,8 +59,8 @@ class ElasticJob:
                 "--elastic needs an elastic launcher: horovodrun --gloo --min-np N --host-discovery-script "
                 "SCRIPT, or jobs/horovodrun.sh with MIN_RANKS."
             )
-        for name, off in (("HOROVOD_CYCLE_TIME", None), ("HOROVOD_AUTOTUNE", "0")):
-            if os.environ.get(name, off) != off:
+        for name, off in (("HOROVOD_CYCLE_TIME", ()), ("HOROVOD_AUTOTUNE", ("", "0"))):
+            if name in os.environ and os.environ[name] not in off:
                 raise UserError(
                     f"Horovod crashes when it forms ranks again with {name} set. Unset it, or drop --elastic."
                 )

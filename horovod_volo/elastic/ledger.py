@@ -82,7 +82,8 @@ class Ledger(Callback):
             global_batch=run.derived.global_batch,
             steps_per_epoch=run.derived.steps_per_epoch,
             ranks=run.world.size,
-            balance=run.config.data.balance,
+            # Other tasks do not read it.
+            balance=run.config.data.balance if run.config.model.task == "classification" else 0.0,
         )
         if run.lock is not None:
             self._may_write = run.lock.check

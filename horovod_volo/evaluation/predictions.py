@@ -19,7 +19,7 @@ from PIL import Image
 
 from horovod_volo.core.atomic_file import write_text
 from horovod_volo.core.center_crop import crop_corners, resized_shapes
-from horovod_volo.core.errors import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.pillow_pipeline import cropped
 from horovod_volo.data.reading import UNDECODABLE, Encoded, decode_rgb, decoded_rgb, resized_shape, to_ppm
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
@@ -113,9 +113,17 @@ class UnlabelledImages:
         try:
             if isinstance(image, str | os.PathLike):
                 image = Path(image).read_bytes()
-            if isinstance(image, bytes):
+            if isinstance(image, bytes | bytearray | memoryview):
                 return np.frombuffer(image, np.uint8)
-            return to_ppm(image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image)))
+            if not isinstance(image, Image.Image):
+                pixels = np.asarray(image)
+                if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+                    raise UserError(
+                        f"{self.location(index)} is an array of shape {pixels.shape} and {pixels.dtype}. "
+                        "Give (height, width, 3) of uint8, a path, the bytes of a file or a PIL image."
+                    )
+                image = Image.fromarray(pixels)
+            return to_ppm(image)
         except UNDECODABLE as error:
             raise BadSampleError(f"{self.location(index)} cannot be read: {error}") from error
 

@@ -20,7 +20,7 @@ from horovod_volo.token_labels.source import open_labels
 from horovod_volo.token_labels.store import Maps
 
 # Pixels.
-LONG_SIDE, MIN_CELL = 900, 48  # in a smaller cell the text is not legible
+LONG_SIDE, MAX_LONG_SIDE, MIN_CELL = 900, 2000, 48  # in a smaller cell the text is not legible
 MARGIN, LINE_HEIGHT, LEGEND_WIDTH = 28, 28, 400
 MAX_TINT = 0.45  # opacity of a cell's colour at probability 1
 _SATURATION = 0.45  # of the image, so that the colours of the cells stand out
@@ -83,7 +83,7 @@ def draw_labels(
     box = (round(left), round(top), round(left + wide), round(top + tall))
     part = image.convert("RGB").crop(box)  # black beyond the image
     cell = np.array([tall, wide]) / ids.shape
-    scale = max(LONG_SIDE / max(tall, wide), MIN_CELL / cell.min())
+    scale = min(max(LONG_SIDE / max(tall, wide), MIN_CELL / cell.min()), MAX_LONG_SIDE / max(tall, wide))
     height, width = (np.maximum(1, (cell * scale).round()) * ids.shape).astype(int).tolist()
     faded = ImageEnhance.Color(part).enhance(_SATURATION).resize((width, height), Image.Resampling.BICUBIC)
     cells = (Image.fromarray(each) for each in (tint, (255 * MAX_TINT * highest).round().astype(np.uint8)))

@@ -56,7 +56,9 @@ def picture(step: int, tag: str, encoded: Picture) -> bytes:
 
 def session_hparams(step: int, values: Mapping[str, HparamValue], metrics: Sequence[str]) -> bytes:
     """Return the hyperparameters of a run that begins and the tags of its metrics."""
-    experiment, start, _ = summary.hparams(dict(values), dict.fromkeys(metrics))  # type: ignore[no-untyped-call]
+    # torch takes booleans for numbers.
+    shown = {name: str(value) if isinstance(value, bool) else value for name, value in values.items()}
+    experiment, start, _ = summary.hparams(shown, dict.fromkeys(metrics))  # type: ignore[no-untyped-call]
     return _event(step, summary=experiment) + _event(step, summary=start)
 
 

@@ -103,10 +103,11 @@ class StepProfiler(Callback):
             undo.callback(end.remove)
         undo.callback(setattr, timer, "on_phase", timer.on_phase)
         timer.on_phase = partial(self._show, phase)
-        self._began, self._waited = time.perf_counter(), run.learner.train_loader.waited_seconds
+        self._began, self._waited = 0.0, run.learner.train_loader.waited_seconds
 
     def _show(self, place: ExitStack, name: str, *_: object) -> None:
-        """End the range that is open in this place, and begin another one."""
+        """End the range that is open in this place, and begin another one; the first one begins the time."""
+        self._began = self._began or time.perf_counter()
         place.close()
         place.enter_context(record_function(name))
         if self._device == "GPU":

@@ -20,6 +20,7 @@ from timm.data import create_transform
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.loader import EvalLoader
@@ -150,6 +151,9 @@ def test_a_prediction_of_files_is_that_of_an_evaluation(catalog: Catalog, tmp_pa
         f"{line} has more than 100 million pixels"
     ]
     assert list(found) == list(range(len(files)))
+    assert dict(predict(trained, [bytearray(files[0].read_bytes())], request, bad))[0] == found[0]
+    with pytest.raises(UserError, match=r"image 0 is an array of shape \(9,\) .* Give \(height, width, 3\)"):
+        list(predict(trained, [np.zeros(9, np.uint8)], request, bad))
     for number, file in enumerate(files):
         wanted, shares = probabilities_by_hand(str(file)), dict(found[number])
         assert [shares[f"class {number}"] for number in range(CLASSES)] == pytest.approx(wanted, abs=1e-4)

@@ -175,5 +175,5 @@ def _remedy(name: str, saved: Any, ranks: int) -> str:
         return f"Give {labels}, {new_run}"
     if flag := _FLAGS.get(name):
         value = "" if saved is True else f" {saved}"
-        return f"Give {flag}{value}, {new_run}" if saved else f"Drop {flag}, {new_run}"
+        return f"Give {flag}{value}, {new_run}" if saved or name == "seed" else f"Drop {flag}, {new_run}"
     return f"Give the settings of its resolved.toml, {new_run}"
