@@ -10,9 +10,8 @@ import runpy
 import sys
 from argparse import ArgumentParser
 from importlib import import_module
-from importlib.metadata import version
 
-from horovod_volo.core.errors import print_error
+from horovod_volo.core.errors import MISTAKE, print_error
 from horovod_volo.core.names import nearest
 
 COMMANDS = {
@@ -27,7 +26,7 @@ COMMANDS = {
     "build_horovod": "build the Horovod that several ranks need, and print its wheel's path",
     "bench": "measure speed, memory and learning",
 }
-DONE, MISTAKE = 0, 2
+DONE = 0
 _HELP = """horovod-volo COMMAND ..., or python -m horovod_volo.COMMAND ...
 
 {}
@@ -43,7 +42,8 @@ def main() -> int:
         del sys.argv[1]  # what is left is what `python -m` would have
         runpy.run_module(f"horovod_volo.{name}", run_name="__main__", alter_sys=True)
     elif name == "--version":
-        print(f"horovod_volo {version('horovod_volo')}")
+        metadata = import_module("importlib.metadata")  # here, as it is slow to import
+        print(f"horovod_volo {metadata.version('horovod_volo')}")
     elif name in ("--help", "-h"):
         print(_HELP.format("\n".join(f"  {name:<15}{text}" for name, text in COMMANDS.items())))
     else:

@@ -22,7 +22,7 @@ from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flag
 from horovod_volo.config.schema import setting_of_training
-from horovod_volo.core.errors import UserError, print_error
+from horovod_volo.core.errors import UserError, refuse_mistakes
 from horovod_volo.core.names import nearest
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def parse(arguments: list[str]) -> tuple[Callable[..., Result | str], dict[str, 
     return function, settings, common
 
 
+@refuse_mistakes
 def main(arguments: list[str]) -> int:
     """Run one benchmark on this rank; return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -78,21 +79,17 @@ def main(arguments: list[str]) -> int:
     from horovod_volo.core.operators import OPERATORS, use_kernels
     from horovod_volo.plugins import load_plugins
 
-    try:
-        function, settings, common = parse(arguments)
-        load_plugins(common["plugin"])
-        use_kernels(OPERATORS)  # those that take steps choose by a check
-        found = function(**settings)
-        if isinstance(found, str):
-            print(found)
-        elif read_launch_env().rank == 0:
-            record = record_of(found, _command(arguments), (before, os.getloadavg()[0]))
-            print(json.dumps(record) if common["json"] else lines(record))
-            if common["record"]:
-                append(record)
-    except UserError as problem:
-        print_error(f"error: {problem}")
-        return 2
+    function, settings, common = parse(arguments)
+    load_plugins(common["plugin"])
+    use_kernels(OPERATORS)  # those that take steps choose by a check
+    found = function(**settings)
+    if isinstance(found, str):
+        print(found)
+    elif read_launch_env().rank == 0:
+        record = record_of(found, _command(arguments), (before, os.getloadavg()[0]))
+        print(json.dumps(record) if common["json"] else lines(record))
+        if common["record"]:
+            append(record)
     return 0
 
 

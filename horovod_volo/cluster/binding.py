@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from horovod_volo.cluster.topology import UNKNOWN, Device, Host, Nic, cpu_ranges, distance, node_distance
+from horovod_volo.core.errors import counted
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,10 @@ class Binding:
     by_launcher: bool = False  # the launcher had bound the rank, and that was not changed
 
     def __str__(self) -> str:
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         cpus = f"CPU{'s' if len(self.cpus) > 1 else ''} {cpu_ranges(self.cpus)}"
         pinned = "" if self.mode != "none" else " (not pinned)"
         nic = f", {self.nic}" if self.nic else ""
-        return f"{threads} on {cpus}{pinned}{nic}"
+        return f"{counted(self.threads, 'thread')} on {cpus}{pinned}{nic}"
 
 
 def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:

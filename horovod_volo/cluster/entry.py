@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.config.schema import Config, by_flag
 from horovod_volo.core.environment import code_digest, package_versions
-from horovod_volo.core.errors import UserError, print_error
+from horovod_volo.core.errors import MISTAKE, UserError, print_error
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.binding import Binding
     from horovod_volo.cluster.world import World
 
-FAILED, MISTAKE, LOST = 1, 2, -1
+FAILED, LOST = 1, -1
 _OF_ONE_RANK = {"--binding", "--workers"}  # settings that may differ from rank to rank
 _SHOWN = 3  # differences
 

@@ -34,8 +34,7 @@ def bind(mode: str, *, ranks_change: bool = False) -> Binding:
     A variable that is set already is not changed: the user, the site or the launcher chose it.
     """
     binding = plan_own_binding(mode)
-    autotunes = os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
-    for name, value in launch_env_vars(binding, autotunes=autotunes, ranks_change=ranks_change).items():
+    for name, value in launch_env_vars(binding, autotunes=autotunes(), ranks_change=ranks_change).items():
         os.environ.setdefault(name, value)
     threads = compute_threads(binding.threads)
     warnings = [*binding.warnings]
@@ -44,6 +43,11 @@ def bind(mode: str, *, ranks_change: bool = False) -> Binding:
             f"OMP_NUM_THREADS is set: torch computes with {threads}, not {binding.threads} threads"
         )
     return replace(binding, warnings=(*warnings, *_apply(binding)))
+
+
+def autotunes() -> bool:
+    """Return whether Horovod is to tune itself."""
+    return os.environ.get("HOROVOD_AUTOTUNE", "0") not in ("", "0")
 
 
 def compute_threads(default: int) -> int:

@@ -83,23 +83,29 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             chosen[group] = _published(table, path)
             continue
         for key, value in table.items():
-            unused = (group, key) in _REMOVED and value == _REMOVED[group, key]
-            if unused or ((group, key) in _REMOVED and group in ("launch", "logging")):
-                if not unused:  # no result depends on it
-                    warning = f"recipe {path}: {key} is no setting any more, and has no effect"
-                    chosen["warnings"] = (*chosen.get("warnings", ()), warning)
+            if (group, key) in _REMOVED:
+                if value != _REMOVED[group, key]:
+                    chosen["warnings"] = (*chosen.get("warnings", ()), _unused(group, key, path))
                 continue
             home = _MOVED.get((group, key), group)
             if (home, key) not in settings:
-                only = f" It is no setting any more, and may only be {_REMOVED.get((group, key))!r}."
-                hint = only if (group, key) in _REMOVED else _where(key)
-                raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{hint}")
+                raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")
             if home == group or key not in tables.get(home, {}):
                 chosen[key] = settings[home, key].checked(value, f"Recipe {path}: {group}.{key}")
     # Recipes older than lr_base_size: only the peak is scaled, the other two learning rates are not.
     if {"lr_base", "min_lr", "warmup_lr"} & chosen.keys():
         chosen.setdefault("lr_base_size", 0)
     return chosen
+
+
+def _unused(group: str, key: str, path: Path) -> str:
+    """Return a warning about a removed key that was used; raise UserError if results depend on it."""
+    if group in ("launch", "logging"):
+        return f"recipe {path}: {key} is no setting any more, and has no effect"
+    raise UserError(
+        f"Recipe {path} has an unknown key {key!r} in [{group}]. It is no setting any more, and may only be "
+        f"{_REMOVED[group, key]!r}."
+    )
 
 
 def _published(table: dict[str, Any], path: Path) -> Published:

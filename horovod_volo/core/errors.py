@@ -56,6 +56,11 @@ def refuse_mistakes(work: Callable[Arguments, int]) -> Callable[Arguments, int]:
     return run
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words: 1 rank, 2 ranks."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def list_problems(problems: Sequence[str]) -> None:
     """Print the first `SHOWN` problems to stderr, and how many more there are."""
     for problem in problems[:SHOWN]:

@@ -32,11 +32,11 @@ from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
 from horovod_volo.config.schema import setting_of_training
 from horovod_volo.core.atomic_file import write_text
-from horovod_volo.core.errors import UserError, print_error
+from horovod_volo.core.errors import MISTAKE, UserError, print_error
 from horovod_volo.doctor import host, installation
 from horovod_volo.doctor.report import Check, Finding, build_report, format_report, ok, run_check
 
-DONE, FAILED, MISTAKE = 0, 1, 2
+DONE, FAILED = 0, 1
 STDOUT = "-"
 _OTHERS_REPORT_SECONDS = 10.0
 

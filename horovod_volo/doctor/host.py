@@ -14,6 +14,7 @@ from pathlib import Path
 
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.topology import list_gpus, read_host, read_text_or_empty
+from horovod_volo.core.errors import counted
 from horovod_volo.doctor.report import Finding, failure, ok, warning
 
 _MIB, _GIB = 2**20, 2**30
@@ -40,7 +41,7 @@ def check_topology() -> Iterator[Finding]:
     host = read_host(driver_gpus=list_gpus())
     cores, threads = len(host.cores), sum(map(len, host.cores))
     nics = f"RDMA NICs {', '.join(map(str, host.nics))}" if host.nics else "no RDMA NIC"
-    numa = f"{len(host.nodes)} NUMA node{'s' if len(host.nodes) > 1 else ''}"
+    numa = counted(len(host.nodes), "NUMA node")
     yield ok(f"{cores} cores, {threads} hardware threads, {numa}, {len(host.gpus) or 'no'} GPUs, {nics}")
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.topology import cpu_ranges
-from horovod_volo.core.errors import UserError, escape_controls
+from horovod_volo.core.errors import UserError, counted, escape_controls
 
 LEVELS = ("failure", "warning", "ok")  # the most severe first
 _WIDTH = 110
@@ -81,7 +81,7 @@ def build_report(
 def format_report(report: Mapping[str, Any]) -> str:
     """Return a report as text for a terminal."""
     size, hosts, findings = report["ranks"], report["hosts"], report["findings"]
-    who = f"{_counted(size, 'rank')} on {_counted(len(set(hosts)), 'host')}"
+    who = f"{counted(size, 'rank')} on {counted(len(set(hosts)), 'host')}"
     if len(hosts) < size:
         who = f"only rank 0 of {size} reported"
     launcher = f"{report['launcher']} ({report['controller']})"
@@ -95,7 +95,7 @@ def format_report(report: Mapping[str, Any]) -> str:
             ranks = f" (ranks {cpu_ranges(finding['ranks'])} of {size})"
             lines += _wrapped(head, finding["text"] + (ranks if len(finding["ranks"]) < len(hosts) else ""))
             lines += _wrapped(f"{'':<{len(head)}}-> ", finding["remedy"])
-    counts = f"{_counted(report['failures'], 'failure')}, {_counted(report['warnings'], 'warning')}."
+    counts = f"{counted(report['failures'], 'failure')}, {counted(report['warnings'], 'warning')}."
     return "\n".join([*lines, "", counts])
 
 
@@ -103,7 +103,3 @@ def _wrapped(head: str, text: str) -> list[str]:
     """Return the lines of a text after `head`, under which the further ones are indented."""
     wrap = textwrap.TextWrapper(_WIDTH, head, " " * len(head), break_on_hyphens=False, break_long_words=False)
     return wrap.wrap(escape_controls(text))
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

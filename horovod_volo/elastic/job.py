@@ -20,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from horovod_volo.cluster.collectives import leave_ranks, listen_for_hosts
+from horovod_volo.cluster.pinning import autotunes
 from horovod_volo.core.errors import UserError
 
 _ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -59,11 +60,11 @@ class ElasticJob:
                 "--elastic needs an elastic launcher: horovodrun --gloo --min-np N --host-discovery-script "
                 "SCRIPT, or jobs/horovodrun.sh with MIN_RANKS."
             )
-        for name, off in (("HOROVOD_CYCLE_TIME", ()), ("HOROVOD_AUTOTUNE", ("", "0"))):
-            if name in os.environ and os.environ[name] not in off:
-                raise UserError(
-                    f"Horovod crashes when it forms ranks again with {name} set. Unset it, or drop --elastic."
-                )
+        name = "HOROVOD_AUTOTUNE" if autotunes() else "HOROVOD_CYCLE_TIME"
+        if autotunes() or name in os.environ:
+            raise UserError(
+                f"Horovod crashes when it forms ranks again with {name} set. Unset it, or drop --elastic."
+            )
         self.hosts_changed = False  # whether the driver has other hosts than the ranks were formed with
         self.start_seconds = float(os.environ.get("HOROVOD_START_TIMEOUT", 60))
         # The same on all processes of the job, and of no other that runs.

@@ -13,6 +13,7 @@ from horovod_volo.cluster.buckets import Bucket, message_bytes
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config, Published, all_settings
+from horovod_volo.core.errors import counted
 from horovod_volo.core.operators import describe_kernels
 from horovod_volo.data.image_decoder import describe_decoder
 from horovod_volo.engine.context import TrainContext
@@ -30,9 +31,8 @@ _COMPARED = (
 def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
     """Return the properties of a run that its log begins with, given each rank's host name."""
     world, config, derived, state = context.world, context.config, context.derived, context.state
-    host_count = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
     properties = {
-        "world": f"{world.size} ranks on {host_count}, launcher {world.launcher}, "
+        "world": f"{world.size} ranks on {counted(len(set(hosts)), 'host')}, launcher {world.launcher}, "
         f"{world.controller} controller",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
         "data": context.data.describe(config),

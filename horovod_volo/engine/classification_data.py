@@ -69,9 +69,8 @@ def read_images(config: Config, world: World) -> Images:
     """List the images of the data folder and open the label maps. Collective: every rank calls this."""
     data = config.data
     folder = catalog_folder(data.catalog_dir, config.run.output, world)
-    cache = CacheSettings(data.cache_dir, data.cache_gib)
     train, held_out = (
-        shared_catalog(data.data_dir, split, folder, world, _held_out(config), cache)
+        shared_catalog(data.data_dir, split, folder, world, _held_out(config), data)
         for split in ("train", "val")
     )
     label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
@@ -124,20 +123,13 @@ def _labels_line(config: Config, label_maps: LabelSource | None) -> str:
     return f"{side} x {side} token labels from {config.objective.token_label_data} ({geometry})"
 
 
-class CacheSettings(NamedTuple):
-    """The folder for blocks of remote shards, and its limit; without a folder, each image is one request."""
-
-    folder: str = ""
-    gib: float = 0.0
-
-
 class ImageSource(NamedTuple):
     """What lists the images of a data folder, or of shards at an address."""
 
     # (folder or address, split, which images are held out, folder of the list or memory, cache) -> the list
-    build: Callable[[str, Split, HeldOut, Path | None, CacheSettings], Catalog]
+    build: Callable[[str, Split, HeldOut, Path | None, Data], Catalog]
     # (the list that another rank has written, its digest, folder or address, cache) -> the list
-    open: Callable[[Path, str, str, CacheSettings], Catalog]
+    open: Callable[[Path, str, str, Data], Catalog]
 
 
 SERVERS: Registry[ImageSource] = Registry("address", "DATA_DIR")
@@ -161,7 +153,7 @@ def shared_catalog(
     folder: Path | None,
     world: World,
     held_out: HeldOut = HeldOut(),  # noqa: B008  # it is frozen
-    cache: CacheSettings = CacheSettings(),  # noqa: B008
+    cache: Data = Data(),  # noqa: B008
 ) -> Catalog:
     """List a split's images on rank 0 and open that list on all ranks. Collective: every rank calls this.
 

@@ -135,8 +135,8 @@ def build_state(
         matrices=matrices,
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
-    if hasattr(getattr(optimizer, "ranks", None), "concatenate_async"):  # it lets ranks share its work
-        optimizer.ranks = world  # type: ignore[attr-defined]
+    if matrices:
+        optimizer.ranks = world  # type: ignore[attr-defined]  # which share the work on matrices
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         reducer.statistics.skip_on_device()

@@ -22,7 +22,7 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import HeldOut, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.accuracy import ClassResult, EvalCounts, ImageScores, class_results
-from horovod_volo.engine.classification_data import CacheSettings, catalog_folder, shared_catalog
+from horovod_volo.engine.classification_data import catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.predictions import load_network
 from horovod_volo.evaluation.task_results import EVALUATIONS, Evaluated, Progress
@@ -70,7 +70,7 @@ def _list_images(request: Namespace, world: World) -> Catalog:
         return numbered_catalog(request.data_dir, world)
     folder = catalog_folder(request.catalog_dir, Run().output, world)
     held_out = world.run_on_rank_zero(lambda: held_out_by(request.weights, request.data_dir))
-    cache = CacheSettings(request.cache_dir, request.cache_gib)
+    cache = Data(cache_dir=request.cache_dir, cache_gib=request.cache_gib)
     return shared_catalog(request.data_dir, request.split, folder, world, held_out, cache)
 
 

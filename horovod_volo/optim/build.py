@@ -33,7 +33,8 @@ class OptimizerSpec:
     build: BuildOptimizer
     state_keys: tuple[str, ...]  # its state per parameter: a tensor like the parameter; "step" is one number
     shardable: bool = False  # its update treats each element alone, so that --shard-optimizer may cut tensors
-    matrix_state_keys: tuple[str, ...] = ()  # likewise of hidden matrices, if it updates these otherwise
+    # Likewise of hidden matrices, if it updates these otherwise; its `ranks`, the World, may share the work.
+    matrix_state_keys: tuple[str, ...] = ()
 
 
 MATRICES = "matrices"  # the key that marks a group of hidden matrices

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.validation import check_address
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, keep_list, open_catalog
 from horovod_volo.data.images.catalog_file import CatalogEntry, OpenFile, open_file
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
-from horovod_volo.engine.classification_data import SERVERS, CacheSettings, ImageSource
+from horovod_volo.engine.classification_data import SERVERS, ImageSource
 from horovod_volo.remote.remote_folder import SCHEMES, BlockCache, MissingError, RemoteFolder
 
 _THREADS = 16  # that wait for the server
@@ -30,7 +31,7 @@ _WHOLE_FILE = 2**40  # bytes: more than it has
 class RemoteCatalog(Catalog):
     """The images of a split whose shards are on a server."""
 
-    def __init__(self, file: OpenFile, path: Path | None, url: str, cache: CacheSettings) -> None:
+    def __init__(self, file: OpenFile, path: Path | None, url: str, cache: Data) -> None:
         """Take the list in an open file; `url` is the folder of the shards."""
         super().__init__(file, path)
         metadata = self._file.metadata
@@ -39,7 +40,8 @@ class RemoteCatalog(Catalog):
             raise ValueError("not a list of shards")
         self._names, self.remote_bytes, self.source = list(sizes), sum(sizes.values()), url
         self._remote = RemoteFolder(url, sizes)
-        self._cache = BlockCache(Path(cache.folder), int(cache.gib * 2**30)) if cache.folder else None
+        blocks, limit = cache.cache_dir, int(cache.cache_gib * 2**30)
+        self._cache = BlockCache(Path(blocks), limit) if blocks else None
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="remote-reader")
         self._announced: deque[dict[int, Future[bytes]]] = deque()  # a batch each
         self._lock = threading.Lock()
@@ -81,7 +83,7 @@ _REMEDY = (
 
 
 def download_catalog(
-    data_dir: str, split: Split, held_out: HeldOut, folder: Path | None, cache: CacheSettings
+    data_dir: str, split: Split, held_out: HeldOut, folder: Path | None, cache: Data
 ) -> RemoteCatalog:
     """Download the list of a split into a folder, or into memory; raise UserError if there is none."""
     root, missing = data_dir.rstrip("/"), list[str]()
@@ -110,7 +112,7 @@ def download_catalog(
         ) from error
 
 
-def open_downloaded(path: Path, digest: str, url: str, cache: CacheSettings) -> RemoteCatalog:
+def open_downloaded(path: Path, digest: str, url: str, cache: Data) -> RemoteCatalog:
     """Open the list of a split that another rank has downloaded."""
     open_catalog(path, digest)  # it is the same list, or an error
     return RemoteCatalog(open_file(path), path, url, cache)

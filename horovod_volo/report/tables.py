@@ -9,7 +9,7 @@ from typing import Any
 
 from horovod_volo.config.schema import all_settings
 from horovod_volo.config.setting import shown
-from horovod_volo.core.errors import escape_controls
+from horovod_volo.core.errors import counted, escape_controls
 from horovod_volo.report.curves import mean_over_time, speeds
 from horovod_volo.report.markup import Markup, element, folded, joined, table
 from horovod_volo.report.quantities import AVERAGED, MAIN_SCORES, quantity
@@ -47,7 +47,7 @@ def _figures(run: RunFolder) -> dict[str, str]:
     losses = [record["loss"] for record in run.training if "loss" in record]
     hours = run.training[-1].get("hours") if run.training else None
     hosts, banner = run.hosts, run.banner
-    ranks = f"{_counted(len(hosts), 'rank')} on {_counted(len(set(hosts)), 'host')}"
+    ranks = f"{counted(len(hosts), 'rank')} on {counted(len(set(hosts)), 'host')}"
     network = f"{run.settings.get('model.model')}, {run.settings.get('model.img_size')} px"
     return {
         "Best": _best_score(run),
@@ -116,7 +116,7 @@ def environment(runs: Sequence[RunFolder]) -> Markup:
     """Return versions, hosts and what each rank is bound to; nothing, if no run recorded them."""
     found = []
     for run in runs:
-        hosts = [f"{host} ({_counted(n, 'rank')})" for host, n in Counter(run.hosts).items()]
+        hosts = [f"{host} ({counted(n, 'rank')})" for host, n in Counter(run.hosts).items()]
         about = {"Code": run.environment.get("commit", ""), "Python": run.environment.get("python", "")}
         about |= run.environment.get("packages", {})
         found.append(about | {"Hosts": ", ".join(hosts), "World": run.banner.get("world", "")})
@@ -156,7 +156,3 @@ def _written(value: Any) -> str:
     """Return a value as a user types it; an empty text, if the run does not have the setting."""
     value = tuple(value) if isinstance(value, list) else value
     return "" if value is None else escape_controls(shown(value))
-
-
-def _counted(number: int, unit: str) -> str:
-    return f"{number} {unit}{'s' * (number != 1)}"

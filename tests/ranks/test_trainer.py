@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.pack import main as pack
-from horovod_volo.remote.remote_catalog import CacheSettings
 from horovod_volo.trainer import Trainer
 from tests.range_server import serving
 from tests.ranks.launching import on_ranks
@@ -101,7 +101,7 @@ def failed(world: World, *, images: Path, out: Path) -> dict[str, tuple[str, str
 
 def read_shards(world: World, *, address: str, out: Path) -> tuple[str, list[tuple[int, str]]]:
     """Read this rank's part of the images of a server; return the digest of their list, and their hashes."""
-    cache = CacheSettings(str(out / "cache"), 1.0)
+    cache = Data(cache_dir=str(out / "cache"), cache_gib=1.0)
     with contextlib.closing(
         shared_catalog(address, "train", out / "catalogs", world, cache=cache)
     ) as catalog:

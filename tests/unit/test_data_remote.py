@@ -30,7 +30,7 @@ from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.pack import main
 from horovod_volo.remote import remote_folder
-from horovod_volo.remote.remote_catalog import CacheSettings, RemoteCatalog
+from horovod_volo.remote.remote_catalog import RemoteCatalog
 from horovod_volo.remote.remote_folder import RemoteFolder
 from horovod_volo.train import main as train
 from tests.range_server import FolderServer, serving
@@ -65,7 +65,7 @@ def small_blocks_and_short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def remote(
     server: FolderServer, split: str = "train", cache: Path | None = None, gib: float = 1.0
 ) -> RemoteCatalog:
-    settings = CacheSettings("" if cache is None else str(cache), gib)
+    settings = Data(cache_dir="" if cache is None else str(cache), cache_gib=gib)
     catalog = shared_catalog(server.address, split, None, ALONE, cache=settings)  # type: ignore[arg-type]
     assert isinstance(catalog, RemoteCatalog)
     return catalog
@@ -369,7 +369,7 @@ def test_object_stores_give_the_samples_of_local_shards(
 ) -> None:
     local = build_catalog(str(packed), "train", None)
     address = f"{scheme}://bucket/a 100%25 #1, ä"
-    for cache in (CacheSettings(), CacheSettings(str(tmp_path / "cache"), 1.0)):
+    for cache in (Data(), Data(cache_dir=str(tmp_path / "cache"), cache_gib=1.0)):
         with closing(shared_catalog(address, "train", None, ALONE, cache=cache)) as catalog:
             assert catalog.digest == local.digest
             assert content(catalog) == content(local)
