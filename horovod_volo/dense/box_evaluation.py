@@ -29,7 +29,7 @@ from horovod_volo.dense.anchors import (
     intersection_over_union,
     rows_together,
 )
-from horovod_volo.dense.average_precision import NO_TRUTH, BoxPredictions, BoxTruths, measure_boxes, take
+from horovod_volo.dense.average_precision import NO_TRUTH, BoxPredictions, BoxTruths, measure_boxes
 from horovod_volo.dense.box_list import BoxList
 from horovod_volo.dense.dense_batches import RankContext
 from horovod_volo.dense.pictures import EvaluationPictures
@@ -98,15 +98,16 @@ class BoxEvaluation(Evaluation):
             raise RuntimeError(f"evaluation covered {len(usable) + bad_of_all} images of {len(images)}")
         if not len(usable):
             raise UserError(f"none of the images in {images.files.images} can be read.")
-        # Images ascend with COCO's ids; those of an image stay in their order.
         found_in_all = _joined([part for part, *_ in of_ranks])
-        found_in_all = take(found_in_all, np.argsort(found_in_all.images, kind="stable"))
+        # Images ascend with COCO's ids; those of an image stay in their order.
+        order = np.argsort(found_in_all.images, kind="stable")
+        found_in_all = BoxPredictions._make(column[order] for column in found_in_all)
         if self.predictions:
             path = self.predictions / f"detections_{images.files.split}.json"
             world.run_on_rank_zero(partial(write_detections, path, images, found_in_all))
         measure = partial(measure_boxes, truths_of(images, usable), found_in_all, len(images.classes))
-        values = world.run_on_rank_zero(measure)._asdict()
-        of_classes = zip(images.classes, values.pop("ap_of_classes").tolist(), strict=True)
+        values, ap_of_classes = world.run_on_rank_zero(measure)
+        of_classes = zip(images.classes, ap_of_classes.tolist(), strict=True)
         # Sizes that no true box has are left out.
         metrics = {name: 100 * value for name, value in values.items() if value != NO_TRUTH}
         return Measured(

@@ -51,7 +51,7 @@ def test_a_killed_rank_is_replaced_and_a_removed_host_is_left(images, tmp_path):
         trial.change_hosts("localhost:1")
         trial.train_on(1, formations=4)
         assert trial.process.wait(120) == 0, trial.output
-        assert trial.formations() == [2, 1, 2, 1]
+        assert trial.formations() == [2, 1, 2, 1], trial.output
         assert "goes on without it: another rank" in trial.output
         assert "formed again (1): 1 ranks" in trial.output
         assert "done: 480 steps of 720, because 3 evaluations in a row were no better" in trial.output

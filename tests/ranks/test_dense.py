@@ -217,7 +217,7 @@ def ap_of_file(scenes: Path, predictions: Path) -> float:
         np.array([record["category_id"] - 1 for record in results]),
         np.array([record["score"] for record in results]),
     )
-    return 100 * measure_boxes(truths_of(images, np.arange(9)), found, 6).ap
+    return 100 * measure_boxes(truths_of(images, np.arange(9)), found, 6)[0]["ap"]
 
 
 @both_tasks

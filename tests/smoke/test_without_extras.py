@@ -39,7 +39,7 @@ def test_the_core_trains_without_extras_and_refuses_them_by_name(demo_set: Path,
 
 
 READ_BY_PILLOW = "images read by Pillow (DALI is not installed)"
-BLOCKED = ("horovod", "nvidia.dali", "mpi4py", "onnxruntime", "matplotlib")
+BLOCKED = ("horovod", "nvidia.dali", "faster_coco_eval", "mpi4py", "onnxruntime", "matplotlib")
 
 
 def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
@@ -49,6 +49,7 @@ def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
     commands = {
         "train": train,
         "resumed with another decoder": f"{train} --resume auto --image-decoder dali",
+        "detection": f"train {demo_set} --task detection --model volo_d1 --img-size 224",
         "evaluate": f"evaluate {demo_set} --weights runs/new",
         "predict": f"predict {weights} {held_out}",
         "report": "report runs/new",
@@ -62,6 +63,8 @@ def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
     refused = found.pop("resumed with another decoder")
     assert "DALI is not installed. Install it (pip install 'horovod_volo[dali]')" in refused
     assert refused.endswith("status 2\n")
+    assert "pip install 'horovod_volo[dense]'" in found["detection"]
+    assert found.pop("detection").endswith("status 2\n")
     for name, text in found.items():
         assert text.endswith("status 0\n"), text
         assert (READ_BY_PILLOW in text) == (name in ("train", "evaluate", "generate")), text
