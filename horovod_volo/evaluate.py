@@ -152,4 +152,4 @@ def _class_count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_signal(main, "the evaluation is stopped, and wrote no result"))
+    run_until_signal(main, "the evaluation is stopped, and wrote no result")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -180,4 +179,4 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_signal(main, "stopped; the same command resumes an unfinished label store"))
+    run_until_signal(main, "stopped; the same command resumes an unfinished label store")

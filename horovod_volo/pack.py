@@ -136,4 +136,4 @@ def _verify(out: Path, workers: int) -> int:
 
 if __name__ == "__main__":
     outcome = "stopped; finished shards are kept, and the same command packs the others"
-    sys.exit(run_until_signal(main, outcome))
+    run_until_signal(main, outcome)

@@ -121,4 +121,4 @@ def _files(given: Sequence[str], bad: list[str]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_signal(main, "the prediction is stopped"))
+    run_until_signal(main, "the prediction is stopped")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.cluster.stop_signals import exit_at_once
 from horovod_volo.config.command_line import PREVIEWS, Request, parse
 from horovod_volo.config.schema import Config, by_flag
 from horovod_volo.core.errors import UserError, refuse_mistakes
@@ -81,4 +82,4 @@ def _train(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_at_once(main(sys.argv[1:]))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -102,4 +101,4 @@ def _command(arguments: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_signal(main, "the benchmark is stopped, and recorded nothing"))
+    run_until_signal(main, "the benchmark is stopped, and recorded nothing")

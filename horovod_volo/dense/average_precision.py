@@ -15,10 +15,8 @@ from horovod_volo.core.errors import UserError
 NO_TRUTH = -1.0  # the value of a metric that no truth contributes to
 # In the order of COCO's evaluation. Precision is the mean over IoU thresholds of .50, .55, ..., .95 and over
 # classes that have truths; ar1 is the recall of the highest-scored prediction per image and class.
-NAMES = (
-    *("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"),
-    *("ar1", "ar10", "ar100", "ar_small", "ar_medium", "ar_large"),
-)
+NAMES: tuple[str, ...] = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large", "ar1", "ar10", "ar100")
+NAMES += ("ar_small", "ar_medium", "ar_large")
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]

@@ -139,4 +139,4 @@ def build_parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_signal(main, "the doctor is stopped, without a report"))
+    run_until_signal(main, "the doctor is stopped, without a report")

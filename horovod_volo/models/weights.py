@@ -89,16 +89,14 @@ def load_fitted(
             "name what may differ with --allow-mismatch."
         )
     messages += [
-        f"{len(keys)} tensors {what}, as allowed: {_few(keys)}" for what, keys in misfits.items() if keys
+        f"{len(keys)} tensors {what}, as allowed: {', '.join(keys[:3])}{', ...' * (len(keys) > 3)}"
+        for what, keys in misfits.items()
+        if keys
     ]
     out = {*left, *misfits["unknown"], *misfits["of another shape"]}
     loaded = {key: tensor for key, tensor in given.items() if key not in out}
     model.load_state_dict(loaded, strict=False)  # missing tensors were checked above
     return [f"{len(loaded)} of {len(own)} tensors loaded", *messages]
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def _fit_aux_head(own: State, given: dict[str, Tensor]) -> tuple[list[str], list[str]]:

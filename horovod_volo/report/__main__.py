@@ -9,7 +9,6 @@ Exit status: 0 done; 2 a mistake in the command line or a damaged run folder, ex
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,4 +50,4 @@ def build_parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(run_until_signal(main, "the report is stopped"))
+    run_until_signal(main, "the report is stopped")

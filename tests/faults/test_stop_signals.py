@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,19 @@ def folder(demo_images: Callable[[int, int], Path], tmp_path_factory: pytest.Tem
             file = folder / "large" / split / "a" / f"{number:02}.png"
             Image.effect_noise((1500, 1500), 80).save(file, compress_level=1)
     return folder
+
+
+def test_the_end_of_a_command_waits_for_all_that_is_under_way():
+    """Also where it is Python's own, for a profiler's sake."""
+    program = """import atexit, threading, time
+from horovod_volo.cluster.stop_signals import exit_at_once
+threading.Thread(target=lambda: time.sleep(0.3) or print("thread")).start()
+atexit.register(print, "registered")
+print("main")
+exit_at_once(3)"""
+    for variables in ({}, {"CUDA_INJECTION64_PATH": "profiler.so"}):
+        done = run([sys.executable, "-c", program], **variables)
+        assert (done.returncode, done.stdout.split()) == (3, ["main", "thread", "registered"])
 
 
 def stop(

@@ -94,18 +94,14 @@ def check_split(folder: Path, *, workers: int, progress: Callable[[int, int], No
         f"{path} is not in {MANIFEST}" for path in sorted(folder.glob("*.tar")) if path not in expected
     ]
     with ThreadPoolExecutor(workers) as pool:
-        checksums = zip(expected.items(), pool.map(_sha256_or_empty, expected), strict=True)
-        for done, ((path, sha256), actual) in enumerate(checksums, 1):
+        found = pool.map(lambda path: file_sha256(path) if path.exists() else "", expected)
+        for done, ((path, sha256), actual) in enumerate(zip(expected.items(), found, strict=True), 1):
             if actual != sha256:
                 problems.append(
                     f"{path} is damaged: its checksum differs" if actual else f"{path} is missing"
                 )
             progress(done, len(expected))
     return problems
-
-
-def _sha256_or_empty(path: Path) -> str:
-    return file_sha256(path) if path.exists() else ""
 
 
 def publish_catalog(data_dir: str, split: Split) -> int:
