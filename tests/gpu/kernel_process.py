@@ -21,11 +21,11 @@ def skip_elsewhere(device: torch.device) -> None:
         pytest.skip("runs in the interpreter's process" if device.type == "cpu" else "runs compiled")
 
 
-def run_in_interpreter(file: str, tests: int, keyword: str = "cpu") -> None:
-    """Run this many tests of a file, those whose names contain `keyword`, in the interpreter."""
+def run_in_interpreter(files: list[str], tests: int, keyword: str) -> None:
+    """Run this many tests of files, those that `keyword` selects, in one process of the interpreter."""
     if INTERPRETED:
         pytest.skip("this is the interpreter's process")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", keyword, file]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", keyword, *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert found.returncode == 0, found.stdout + found.stderr

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_process import INTERPRETED, run_in_interpreter, skip_elsewhere
+from kernel_process import INTERPRETED, skip_elsewhere
 from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
@@ -274,7 +274,3 @@ def test_kernels_equal_the_operators_on_the_largest_box(device: torch.device) ->
     expected = pixels.float()
     eraser.erase_(expected, drawn)
     assert torch.equal(found, expected)
-
-
-def test_the_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__, KERNELS_CASES, "(kernels_equal or plugins or normalizing) and cpu")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import test_images
+import test_network_kernels
 import torch
 from kernel_process import run_in_interpreter, skip_elsewhere
 from torch import nn
@@ -83,5 +85,7 @@ def test_wrong_kernels_are_not_used(
     assert describe_kernels() == "PyTorch's own"
 
 
-def test_the_checks_in_the_interpreter() -> None:
-    run_in_interpreter(__file__, 3)
+def test_kernels_and_checks_in_the_interpreter() -> None:
+    files = [__file__, test_images.__file__, test_network_kernels.__file__]
+    tests = 3 + test_images.KERNELS_CASES + test_network_kernels.CASES
+    run_in_interpreter(files, tests, "cpu and (not test_images or kernels_equal or plugins or normalizing)")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_process import INTERPRETED, run_in_interpreter, skip_elsewhere
+from kernel_process import INTERPRETED, skip_elsewhere
 from torch import Tensor
 
 from horovod_volo.core.operators import use_kernels
@@ -208,7 +208,3 @@ def test_autograd_equals_the_dense_formula(device: torch.device, dtype: torch.dt
         assert grad.dtype == dtype
         torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(grad.double(), expected_grad, rtol=2 * tolerance, atol=2 * tolerance)
-
-
-def test_the_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__, CASES)

@@ -84,7 +84,8 @@ def run_in_one_process(
     lines = folder / "commands.txt"
     lines.write_text("\n".join(commands) + "\n")
     command = f"cd {folder} && {shlex.join([sys.executable, '-c', _PROGRAM, *blocked])} < {lines}"
-    done = run(["bash", "-c", command], seconds=240, PYTHONPATH=str(package), **environment)
+    # With LD_PRELOAD a command ends as Python does, which the program above keeps from ending.
+    done = run(["bash", "-c", command], seconds=240, PYTHONPATH=str(package), LD_PRELOAD="", **environment)
     printed = dict(part.split("\n", 1) for part in done.stdout.split("$ ")[1:])
     assert list(printed) == list(commands), done.stdout
     return printed
