@@ -154,12 +154,12 @@ def test_ranks_print_one_line(folder, start_with):
     """Rank 1 never joins, so that rank 0 waits for it inside Horovod; or both are at work."""
     evaluate = ["-m", "horovod_volo.evaluate", str(folder / "demo"), "--weights", str(folder / "weights.pt")]
     evaluate += [*MODEL, "--split", "train", "--batch-size", "1", "--catalog-dir", str(folder / "catalogs")]
-    command = shlex.join([*python(plain=True), *evaluate])
+    command = shlex.join([*python(), *evaluate])
     rank = "${HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}"
     for absent in ("", f"[ {rank} = 0 ] || exec sleep 20; "):
         # Each rank is sent the signal, as launchers do.
-        script = f"{absent}{command} & sleep 8; kill -TERM $!; wait $!; echo status $? of rank {rank}"
-        done = run([*launcher(start_with, 2, plain=True), "bash", "-c", script], seconds=SECONDS)
+        script = f"{absent}{command} & sleep 5; kill -TERM $!; wait $!; echo status $? of rank {rank}"
+        done = run([*launcher(start_with, 2), "bash", "-c", script], seconds=SECONDS)
         text = "SIGTERM on rank 0: the evaluation is stopped, and wrote no result"
         assert done.stdout.count(text) == done.stdout.count("is stopped") == 1, done.stdout
         assert "status 143 of rank 0" in done.stdout
