@@ -29,7 +29,7 @@ from horovod_volo.dense.anchors import (
     intersection_over_union,
     rows_together,
 )
-from horovod_volo.dense.average_precision import NO_TRUTH, BoxPredictions, BoxTruths, measure_boxes
+from horovod_volo.dense.average_precision import NO_TRUTH, BoxPredictions, BoxTruths, evaluator, measure_boxes
 from horovod_volo.dense.box_list import BoxList
 from horovod_volo.dense.dense_batches import RankContext
 from horovod_volo.dense.pictures import EvaluationPictures
@@ -55,6 +55,7 @@ class BoxEvaluation(Evaluation):
         side: int,
         context: RankContext,
     ) -> None:
+        context.world.run_on_all_ranks(evaluator)  # now, not after the images
         self._context, self._images = context, images
         self._anchors = build_anchors(anchor_rule(side), context.device)
         self._loader = EvalBatches(

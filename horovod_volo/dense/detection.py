@@ -15,7 +15,6 @@ from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import decoder_messages
 from horovod_volo.dense.anchors import DetectionLoss, anchor_rule, build_anchors, detection_loss, encode
-from horovod_volo.dense.average_precision import evaluator
 from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader
@@ -63,7 +62,6 @@ class DetectionTask(DenseTask):
         return decoder_messages(config.data.image_decoder)
 
     def read(self, config: Config, world: World) -> DenseData:
-        world.run_on_all_ranks(evaluator)
         for split in ("train", "val"):  # on each host
             world.run_on_all_ranks(partial(find_boxes, Path(config.data.data_dir), split))
         return super().read(config, world)

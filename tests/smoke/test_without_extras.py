@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.documents import ROOT
 from tests.smoke.conftest import HELD_OUT_IMAGES, run_in_one_process, save_run
+from tests.unit.box_samples import annotation, image, write_coco
 
 EXTRAS = ("bench", "demo", "dense", "doctor", "elastic")
 EXTRAS += ("kernels", "labelling", "pictures", "profiler", "remote", "report")
@@ -46,10 +47,13 @@ def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
     names = sorted(path.name for path in (demo_set / "val").iterdir())
     weights, held_out = save_run(tmp_path / "weights", names=names), next((demo_set / "val").rglob("*.jpg"))
     train = f"train {demo_set} --model volo_demo --img-size 64 -b 16 --epochs 1 --name new"
+    boxes = tmp_path / "boxes"
+    for split in ("train2017", "val2017"):
+        write_coco(boxes, [image(1, 40, 40)], [annotation(1, (0, 0, 20, 20))], split)
     commands = {
         "train": train,
         "resumed with another decoder": f"{train} --resume auto --image-decoder dali",
-        "detection": f"train {demo_set} --task detection --model volo_d1 --img-size 224",
+        "detection": f"train {boxes} --task detection --model volo_d1 --img-size 224 -b 1",
         "evaluate": f"evaluate {demo_set} --weights runs/new",
         "predict": f"predict {weights} {held_out}",
         "report": "report runs/new",
