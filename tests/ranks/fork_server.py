@@ -16,7 +16,6 @@ The server ends with its standard input, and its children with the server.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -29,7 +28,6 @@ import shutil
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +146,8 @@ def become(request: dict[str, Any], streams: list[int]) -> list[str]:
 
 def run_to_the_end(arguments: list[str]) -> None:
     """Run a program and end like an interpreter, but without freeing the objects of the server."""
+    from horovod_volo.cluster.stop_signals import exit_at_once
+
     try:
         run(arguments)
         status: object = 0
@@ -159,11 +159,7 @@ def run_to_the_end(arguments: list[str]) -> None:
     if not isinstance(status, int):
         print(status, file=sys.stderr)
         status = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status & 0xFF)
+    exit_at_once(status & 0xFF)
 
 
 def run(arguments: list[str]) -> None:
