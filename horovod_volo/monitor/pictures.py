@@ -17,16 +17,16 @@ from horovod_volo.monitor.logger import Picture
 
 Color = tuple[int, int, int]
 
-# Distinguishable with most forms of colour blindness. All classes after the most frequent ones are grey.
+# Told apart as tints of dark and of light pixels, also with most colour blindness. Later classes are grey.
 PALETTE: tuple[Color, ...] = (
-    (0, 114, 178),
-    (213, 94, 0),
-    (0, 158, 115),
-    (204, 121, 167),
-    (230, 159, 0),
-    (86, 180, 233),
-    (148, 82, 0),
-    (117, 112, 179),
+    (0, 80, 220),
+    (215, 60, 0),
+    (0, 160, 110),
+    (240, 130, 190),
+    (245, 220, 40),
+    (70, 200, 245),
+    (110, 30, 130),
+    (120, 80, 30),
 )
 GREY: Color = (120, 120, 120)
 TEXT: Color = (25, 25, 25)

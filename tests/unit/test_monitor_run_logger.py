@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from small_runs import mounted_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -18,6 +20,7 @@ from horovod_volo.engine.log_point import log_own_times
 from horovod_volo.monitor.charts import Board
 from horovod_volo.monitor.logger import EVALUATION, TRAIN, AppendedFile
 from horovod_volo.monitor.meters import OwnTime, StragglerFinder
+from horovod_volo.monitor.pictures import GREY, PALETTE, palette_colors
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 
@@ -234,3 +237,12 @@ def test_a_resumed_run_shows_what_it_showed() -> None:
     ]
     assert "bad_samples" in Board(earlier).select(TRAIN, POINT)
     assert "images" not in Board(earlier).select(EVALUATION, {"images": 9})
+
+
+def test_classes_of_a_picture_differ_in_hue() -> None:
+    """A grey picture under a tint changes its brightness alone, so two colours must differ in more than that."""
+    classes = len(PALETTE) + 1
+    colors = palette_colors(np.repeat(np.arange(classes), np.arange(classes, 0, -1)))
+    assert colors.pop(classes - 1) == GREY
+    for one, other in itertools.combinations(colors.values(), 2):
+        assert np.std(np.subtract(one, other)) > 25, (one, other)
