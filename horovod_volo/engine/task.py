@@ -2,7 +2,7 @@
 data, a network, the losses of a micro-batch and an evaluation.
 
 `Task` is a task by name. From the settings of a run it reads the data and builds the network, and then its
-part of the run on one rank, a `Learner`. docs/tasks.md says what another task would bring.
+part of the run on one rank, a `Learner`. docs/CONTRIBUTING.md says what another task would bring.
 """
 
 from __future__ import annotations
