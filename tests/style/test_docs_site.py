@@ -67,7 +67,7 @@ def test_the_readme_claims_recorded_figures() -> None:
     }
     for claim, value in figures.items():
         assert claim in claims.replace("\n", " "), f"change this test with the README: {claim}"
-        assert float(claim.split()[0]) == pytest.approx(value, rel=0.01), f"an old figure: {claim}"
+        assert float(claim.split()[0]) == pytest.approx(value, rel=0.01), claim
 
 
 # --- the built site -----------------------------------------------------------------------------
