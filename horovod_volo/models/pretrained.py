@@ -42,6 +42,7 @@ class PretrainedModel:
     messages: list[str]
     class_names: tuple[str, ...] = ()  # in the order of the logits; none if the weights do not have them
     crop_mode: str = "center"  # as of ModelSpec
+    model_kwargs: str = ""  # of its run
 
     @property
     def has_aux_head(self) -> bool:
@@ -92,7 +93,9 @@ def load_pretrained(
         state = {key: tensor for key, tensor in state.items() if not key.startswith(AUX_HEAD)}
         messages.append(f"evaluated by the class token alone: {without}")
     classes = _classes(name, state, source)
-    network = build_model(name, img_size=side, num_classes=classes, drop_path=0.0, aux_head=not without)
+    model_kwargs = str(run.get("model_kwargs", ""))
+    sizes: dict[str, Any] = {"img_size": side, "num_classes": classes, "drop_path": 0.0}
+    network = build_model(name, **sizes, aux_head=not without, model_kwargs=model_kwargs)
     messages += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
     return PretrainedModel(
@@ -107,6 +110,7 @@ def load_pretrained(
         messages,
         read_class_names(source),
         crop_mode,
+        model_kwargs,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from horovod_volo.config.command_line import build_parser, parse
+from horovod_volo.config.command_line import parse
 from horovod_volo.config.schema import all_settings
 from tests.published.checkouts import named_folder
 
@@ -27,6 +27,8 @@ NONE_IS: dict[str, Any] = {
     "--clip-grad": 0.0,  # no clipping
     "--crop-pct": 0.0,  # that of the network
     "--drop-path": 0.0,
+    "--opt-betas": [],  # those of the optimizer
+    "--opt-eps": 0.0,
     "--img-size": 224,  # the size for which the networks are built
 }
 # The published default, ours, and the reason; docs/training.md lists them for users.
@@ -38,6 +40,9 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "--val-split": ("validation", "", "the folder is found by its usual names"),
     "--output": ("", "runs", "without a name the published code writes to ./output"),
 }
+
+# Their switches that set a value of ours, with it.
+SWITCHES = dict(each.split("=") for setting in all_settings() for each in setting.also if "=" in each)
 
 
 def published_flags(file: Path) -> dict[str, Any]:
@@ -60,19 +65,20 @@ def published_flags(file: Path) -> dict[str, Any]:
 
 
 def our_value(model: str, flag: str) -> Any:
-    """Return our default of a flag for a network; for a shorthand, whether its value is the default."""
+    """Return our default of a flag for a network; for a switch, whether its value is the default."""
     config = parse(["--model", model]).config
     for setting in all_settings():
         value = getattr(getattr(config, setting.group), setting.name)
         if flag in setting.flags:
             return list(value) if isinstance(value, tuple) else value
-        if flag in setting.shorthands:
-            return value == setting.shorthands[flag]
+        if text := SWITCHES.get(flag) if flag in " ".join(setting.also) else None:
+            return value == setting.from_text(text)
     raise AssertionError(f"{flag} is not a flag of a setting")
 
 
 def common_flags(theirs: dict[str, Any]) -> list[str]:
-    ours = {flag for action in build_parser()._actions for flag in action.option_strings}
+    """Return the flags of both, without those whose meaning has another name here."""
+    ours = {flag for setting in all_settings() for flag in setting.flags} | SWITCHES.keys()
     return sorted(flag for flag in theirs.keys() & ours if flag.startswith("--"))
 
 
