@@ -13,6 +13,7 @@ from horovod_volo.config.setting import Setting, shown
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
+_ALMOST = 0.81  # how similar a flag is that is suggested: a wrong one would change something else
 _HIDDEN = argparse.SUPPRESS  # the help of flags that --help leaves out
 # Flags of timm, sail-sg/volo, TokenLabeling and torchrun that mean something else here, or nothing; those
 # with the meaning of a setting are declared with it. Flags that have one answer share a row.
@@ -22,12 +23,6 @@ _FOREIGN = {
     "--no-resume-opt": "--finetune takes the weights of a run without the state of its optimizer.",
     "--start-epoch": "A run continues at the step of its checkpoint: --resume.",
     "--validation-batch-size-multiplier": "--eval-batch-size is a number of images, not a factor.",
-    "--mixup-mode --mixup-off-epoch --cutmix-minmax": (
-        "Mixup and CutMix mix pairs of every batch: --mixup, --cutmix, --mixup-switch-prob."
-    ),
-    "--lr-noise* --lr-cycle-* --lr-k-decay --lr-base-scale": (
-        "The learning rate is a function of the step: --sched; --plugin registers your own."
-    ),
     "--decay-epochs": "--decay-milestones 30,60,80 are the epochs themselves, not the distance between them.",
     "--nproc-per-node --nnodes --node-rank --rdzv-* --master-addr --master-port --local-rank --world-size "
     "--dist-url --dist-backend --standalone": (
@@ -46,14 +41,8 @@ _FOREIGN = {
     "--max-restarts": "A job started again goes on with --resume auto; an --elastic run may lose hosts.",
     "--config -c": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
     "--no-aug": "No augmentation: --aa '' --color-jitter 0 --reprob 0 --scale 1 1 --ratio 1 1 --hflip 0.",
+    "--interpolation --color-jitter-prob --lr-base-scale --log-dir": "docs/migration.md says what is here.",
     "--tta --evaluate": "`horovod-volo evaluate` measures the accuracy.",
-    "--eval-metric --in-chans --interpolation --input-* --target-key --*-num-samples --head-init-bias "
-    "--split-bn --aug-splits --jsd* --color-jitter-prob --grayscale-prob --gaussian-blur-prob --bce-sum "
-    "--bce-pos-weight --train-crop-mode --train-img-sizes --train-batch* --train-size-* --variable-* "
-    "--opt-kwargs --opt-args --opt-foreach --layer-decay-* --epoch-repeats --torchscript --torchcompile-mode "
-    "--model-dtype --device-modules --naflex-* --kd-* --distill-* --task-loss-weight": (
-        "There is no equivalent here, see docs/migration.md."
-    ),
 }
 # Flags that change nothing here; those with = take a value.
 _WITHOUT_EFFECT = (
@@ -107,8 +96,9 @@ class Parser(argparse.ArgumentParser):
             flag = word.split("=")[0]
             answer = hint(flag.replace("_", "-"))
             known = [each for each, action in self._option_string_actions.items() if action.help != _HIDDEN]
-            similar = nearest(flag, known) if flag.startswith("--") else ""  # -vb is not -b
-            raise UserError(f"There is no flag {flag}.{f' {answer}' if answer else similar}")
+            similar = nearest(flag, known, _ALMOST) if flag.startswith("--") else ""
+            answer = answer or similar or "docs/migration.md lists the flags of other programs."
+            raise UserError(f"There is no flag {flag}. {answer.lstrip()}")
         names = [str(action.metavar) for action in self._actions if not action.option_strings]
         raise UserError(
             f"{word!r} is one argument too many. Arguments without a flag: {', '.join(names) or 'none'}."

@@ -79,7 +79,7 @@ def _show_values(parser: Parser, namespace: argparse.Namespace) -> None:
     try:
         config = build_config(namespace.recipe, given)
     except UserError:  # which the help may help to correct
-        config = build_config(namespace.recipe, {})
+        config, given = build_config(namespace.recipe, {}), {}
     chosen = _CHOSEN - config.explicit if config.chooses_model else set()
     for item in all_settings():
         value = "chosen" if item.name in chosen else shown(item.value_in(config)).replace("%", "%%")

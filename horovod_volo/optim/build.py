@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 
-# (parameter groups, and those of momentum=, betas= and eps= that it has) -> an optimizer, whose learning rates
+# (groups, and those of momentum=, betas= and eps= that it has) -> an optimizer; its learning rates
 # are set before each step
 BuildOptimizer = Callable[..., Optimizer]
 

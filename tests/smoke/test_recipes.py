@@ -146,7 +146,7 @@ def test_the_header_agrees_with_the_recipe(name: str) -> None:
     header, recipe, batch = header_of(name), toml_of(name), PUBLISHED[name][2]
     command, update = shlex.split(header["Command"]), recipe["update"]
     ranks = int(command[command.index("-np") + 1])
-    start = f"horovodrun -np {ranks} python -m horovod_volo.train".split()
+    start = f"horovodrun -np {ranks} horovod-volo train".split()
     assert command[: len(start)] == start
     request = parse([*command[len(start) :], "--dry-run"])
     assert request.config.run.name == name

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from schema_examples import value_of
 
-from horovod_volo.config.command_line import _CHOSEN, build_parser, parse
+from horovod_volo.config.command_line import _CHOSEN, parse
+from horovod_volo.config.schema import all_settings
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.open_settings import DeviceFacts, choose_settings
 
@@ -23,9 +24,6 @@ PUBLISHED = """
 /imagenet --model lvvit_s -b 256 --apex-amp --img-size 224 --drop-path 0.1 --token-label
 --token-label-data labels --token-label-size 14 --model-ema
 
-/imagenet --model lvvit_l -b 128 --lr 1.e-3 --aa rand-n3-m9-mstd0.5-inc1 --apex-amp --img-size 224
---drop-path 0.3 --token-label --token-label-data labels --token-label-size 14 --model-ema
-
 /imagenet --model lvvit_s -b 64 --apex-amp --img-size 384 --drop-path 0.1 --token-label
 --token-label-data labels --token-label-size 24 --lr 5.e-6 --min-lr 5.e-6 --weight-decay 1.e-8 --finetune w
 
@@ -34,9 +32,6 @@ PUBLISHED = """
 
 --data-dir /imagenet --model seresnet34 --sched cosine --epochs 150 --warmup-epochs 5 --lr 0.4 --reprob 0.5
 --remode pixel --batch-size 256 --amp -j 4
-
---data-dir /imagenet/ --model seresnext26t_32x4d --lr 0.1 --warmup-epochs 5 --epochs 160
---weight-decay 1e-4 --sched cosine --reprob 0.4 --remode pixel -b 112
 
 --data-dir /imagenet --model resnext50_32x4d --lr 0.6 --warmup-epochs 5 --epochs 240 --weight-decay 1e-4
 --sched cosine --reprob 0.4 --recount 3 --remode pixel --aa rand-m7-mstd0.5-inc1 -b 192 -j 6 --amp
@@ -81,10 +76,8 @@ def test_a_flag_of_another_program_sets_the_setting_of_its_meaning(line: str, na
 
 
 def test_flags_without_effect_are_named_in_one_warning() -> None:
-    config = parse(["images", "--pin-mem", "--worker-seeding", "all", "--channels_last"]).config
-    assert config.warnings == (
-        "--pin-mem, --worker-seeding, --channels-last: without effect here (docs/migration.md)",
-    )
+    (warning,) = parse(["images", "--pin-mem", "--worker-seeding", "all", "--channels_last"]).config.warnings
+    assert warning.startswith("--pin-mem, --worker-seeding, --channels-last: without effect here")
 
 
 @pytest.mark.parametrize("line", ["--input-size 1 96 96", "--model-kwargs drop_rate", "--drop 0.3", "--jsd"])
@@ -94,15 +87,8 @@ def test_what_means_something_else_is_refused(line: str) -> None:
 
 
 def test_every_setting_that_may_be_chosen_is_shown_so() -> None:
-    open_settings = parse([]).config
-    plain = vars(build_parser().parse_args([]))
+    before = parse([]).config
     for device in (DeviceFacts("cpu"), DeviceFacts("cuda", 80.0, has_bf16=True)):
-        chosen = choose_settings(open_settings, 5_000, 2, device)
-        changed = {
-            name
-            for name in _CHOSEN | plain.keys()
-            if hasattr(chosen.data, name) or hasattr(chosen.update, name) or hasattr(chosen.model, name)
-            if value_of(chosen, name) != value_of(open_settings, name)
-        }
-        assert changed
-        assert changed <= _CHOSEN
+        chosen = choose_settings(before, 5_000, 2, device)
+        changed = {item.name for item in all_settings() if item.value_in(chosen) != item.value_in(before)}
+        assert {"lr_base"} <= changed <= _CHOSEN

@@ -117,27 +117,17 @@ def test_an_epoch_has_the_planned_draws(balance: float) -> None:
     assert places.std() > IMAGES / 5  # not in one place
 
 
-@pytest.mark.parametrize(("length", "repeats"), [(12, 3), (14, 3), (5, 8)])
-def test_repeats_of_an_image_follow_each_other_and_an_epoch_stays_as_long(length: int, repeats: int) -> None:
-    order = epoch_order(3, 4, length)
-    numbers = repeated_order(order, repeats)
-    assert len(set(numbers.tolist())) == length
-    assert (numbers % length == np.repeat(order, repeats)[:length]).all()
-    assert (numbers // length == np.arange(length) % repeats).all()
-    for ranks in (
-        1,
-        2,
-        3,
-    ):  # a step of six: the ranks together take the same draws, copies on different ranks
-        parts = [
-            rank_indices(numbers, 0, rank=rank, size=ranks, global_batch=6, accumulation=1)[0]
-            for rank in range(ranks)
-        ]
-        together = np.empty(min(6, length), np.int64)
-        for rank, part in enumerate(parts):
-            together[rank::ranks] = part
-            assert ranks < repeats or len(set((part % length).tolist())) == len(part)
-        assert (together == numbers[:6]).all()
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_repeats_of_an_image_are_in_one_step_and_an_epoch_stays_as_long(ranks: int) -> None:
+    order = epoch_order(3, 4, 14)
+    numbers = repeated_order(order, 3)
+    assert (numbers % 14).tolist() == np.repeat(order, 3)[:14].tolist()
+    assert (numbers // 14).tolist() == [0, 1, 2] * 4 + [0, 1]
+    settings: dict[str, int] = {"size": ranks, "global_batch": 6, "accumulation": 1}
+    for rank in range(ranks):
+        (part,) = rank_indices(numbers, 1, rank=rank, **settings)
+        assert part.tolist() == numbers[6:12][rank::ranks].tolist()
+        assert ranks < 3 or len(set(part % 14)) == len(part)  # copies are on different ranks
 
 
 @pytest.fixture
