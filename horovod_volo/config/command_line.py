@@ -119,15 +119,14 @@ def parse(argv: list[str]) -> Request:
         build_parser().parse_args(sorted(argv, key=lambda word: word in ("-h", "--help", "--help-all")))
     )
     recipe_name, dry_run, ranks = (flags.pop(name) for name in ("recipe", "dry_run", "ranks"))
-    without_effect = [name for name in flags if name.startswith("--")]
     if ranks and not dry_run:
         raise UserError(
             "--ranks goes with --dry-run. A real run gets its ranks from `horovodrun -np` or `mpirun -np`."
         )
-    config = build_config(recipe_name, {name: flags[name] for name in flags.keys() - set(without_effect)})
-    if without_effect:
-        warning = f"{', '.join(without_effect)}: without effect here (docs/migration.md)"
-        config = replace(config, warnings=(*config.warnings, warning))
+    config = build_config(recipe_name, flags)
+    if unused := ", ".join(name for name in flags if name.startswith("--")):
+        warnings = (*config.warnings, f"{unused}: without effect here (docs/migration.md)")
+        config = replace(config, warnings=warnings)
     return Request(config, dry_run, ranks)
 
 

@@ -1,15 +1,12 @@
 """The order of the training images in an epoch, and each rank's part of it.
 
-With --aug-repeats, an epoch has the first images of the permutation, each several times in a row, so that
-copies are in the same step, on different ranks.
-
-With `balance`, images of rare classes are drawn more often. A
-class of n images gets a part of the epoch in proportion to n ** (1 - balance): with a balance of 0 as many as
-it has, with 0.5 in proportion to the root, with 1 as many as every other class. Within a class all images are
-drawn equally often, or differ by one.
-
-An epoch has as many draws as there are images. Draw `copy` of an image has the number image + copy x images.
-Its augmentation depends on this number, so that copies differ, and each number is in an epoch at most once.
+An epoch has as many draws as there are images. With --aug-repeats they are the first images of the
+permutation, each several times in a row. With `balance`, images of rare classes are drawn more often: a class
+of n images gets a part of the epoch in proportion to n ** (1 - balance): with a balance of 0 as many draws as
+it has images, with 0.5 in proportion to the root, with 1 as many as every other class. Within a class all
+images are drawn equally often, or differ by one. Draw `copy` of an image has the number image + copy x
+images. Its augmentation depends on this number, so that copies differ, and each number is in an epoch at most
+once.
 
 Invariant: the order is a pure function of its arguments, and a step takes the next global batch of it. Which
 images a step sees depends on the global batch, never on the number of ranks.

@@ -88,8 +88,7 @@ def build_model(
 ) -> nn.Module:
     """Build a model with fresh weights from torch's random state, on torch's default device.
 
-    `aux_head` gives a model with tokens the auxiliary head for its token logits. `model_kwargs` are further
-    arguments of the constructor, as --model-kwargs takes them; `head_init_scale` is a factor of the heads.
+    `aux_head` gives a model with tokens the auxiliary head for its token logits. The rest are flags.
     """
     check_model(name, img_size=img_size, tokens=False)
     spec = spec_of(name)

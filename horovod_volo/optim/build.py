@@ -102,9 +102,9 @@ register_optimizer("fusedadam", _FUSED_ADAM, state_keys=_MOMENTS)
 register_optimizer("fusedlamb", _FUSED_LAMB, state_keys=_MOMENTS)
 
 
-def check_optimizer(name: str, *, sharded: bool, betas: tuple[float, ...] = (), eps: float = 0.0) -> None:
-    """Raise UserError if no optimizer has this name or these constants, or sharded state it cannot have."""
-    _arguments(name, betas=betas, eps=eps)
+def check_optimizer(name: str, *, sharded: bool, **constants: Any) -> None:
+    """Raise UserError if no optimizer has this name and these constants, and this state, sharded or not."""
+    _stated(name, **constants)
     if OPTIMIZERS.find(name).shardable or not sharded:
         return
     others = " or ".join(other for other, spec in OPTIMIZERS.items() if spec.shardable)
@@ -114,7 +114,7 @@ def check_optimizer(name: str, *, sharded: bool, betas: tuple[float, ...] = (), 
     )
 
 
-def _arguments(name: str, **constants: Any) -> dict[str, Any]:
+def _stated(name: str, **constants: Any) -> dict[str, Any]:
     """Return the constants that are not empty; raise UserError if the optimizer does not have one."""
     stated = {key: value for key, value in constants.items() if value}
     for key in stated.keys() - signature(OPTIMIZERS.find(name).build).parameters.keys():
@@ -123,18 +123,13 @@ def _arguments(name: str, **constants: Any) -> dict[str, Any]:
 
 
 def build_optimizer(
-    name: str,
-    groups: list[dict[str, Any]],
-    *,
-    momentum: float,
-    betas: tuple[float, ...] = (),
-    eps: float = 0.0,
+    name: str, groups: list[dict[str, Any]], *, momentum: float, **constants: Any
 ) -> Optimizer:
-    """Build an optimizer with zero state; `betas` and `eps` are its own if they are empty and 0."""
-    spec = OPTIMIZERS.find(name)
-    takes_momentum = "momentum" in signature(spec.build).parameters
-    constants = {"momentum": momentum} if takes_momentum else {}
-    optimizer = spec.build(groups, **constants, **_arguments(name, betas=betas, eps=eps))
+    """Build an optimizer with zero state; `constants` are `betas` and `eps`, empty and 0 for its own."""
+    spec, stated = OPTIMIZERS.find(name), _stated(name, **constants)
+    if "momentum" in signature(spec.build).parameters:
+        stated["momentum"] = momentum
+    optimizer = spec.build(groups, **stated)
     for group in optimizer.param_groups:
         keys = spec.matrix_state_keys if MATRICES in group else spec.state_keys
         for parameter in group["params"]:

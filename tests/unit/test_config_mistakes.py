@@ -79,6 +79,9 @@ MISTAKES = [
     ("--shard-optimizer --clip-mode agc --clip-grad 1", "Use --clip-mode norm"),
     ("--model volo_d1 --elastic --shard-optimizer", "Drop --shard-optimizer, or --elastic"),
     ("--horovod-autotune log", "HOROVOD_AUTOTUNE=1"),
+    ("--input-size 1 96 96", "3 N N"),
+    ("--model-kwargs drop_rate", "NAME=VALUE"),
+    ("--drop 0.3", "--model-kwargs drop_rate=X"),
 ]
 
 

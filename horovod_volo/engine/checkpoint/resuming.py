@@ -30,10 +30,8 @@ from horovod_volo.models.weights import AUX_HEAD
 from horovod_volo.models.weights_header import statistics_of_run
 
 _OF_THE_MODEL = "of the model"
-_FLAGS = {
-    name: "--" + name.replace("_", "-")
-    for name in ("model", "model_kwargs", "freeze", "image_decoder", "seed", "aug_repeats", "ema_warmup")
-}
+_NAMES = ("model", "model_kwargs", "freeze", "image_decoder", "seed", "aug_repeats", "ema_warmup")
+_FLAGS = {name: "--" + name.replace("_", "-") for name in _NAMES}
 
 
 def checkpoint_to_resume(config: Config, world: World, task: Task, train: Samples) -> Path | None:
