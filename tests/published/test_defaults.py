@@ -119,5 +119,5 @@ def test_the_migration_guide_lists_every_flag(repository: str) -> None:
     listed = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", firsts))
     long = [flag for flag in published_flags(FOLDER / repository / "main.py") if flag.startswith("--")]
     assert len(long) > 90
-    others = {"--config", "--dr"}  # -c and --decay-rate are the same flags
+    others = {"--config"}  # the same as -c
     assert set(long) - listed == others

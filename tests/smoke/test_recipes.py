@@ -227,8 +227,8 @@ def gib_of_a_gpu(*flags: str) -> float:
 def test_a_recipe_is_for_one_process_and_begins_with_the_weights_of_the_authors(name: str) -> None:
     header, recipe = header_of(name), toml_of(name)
     command = shlex.split(header["Command"])
-    assert command[:3] == ["python", "-m", "horovod_volo.train"]
-    config = parse(command[3:]).config
+    assert command[:2] == ["horovod-volo", "train"]
+    config = parse(command[2:]).config
     assert config.run.name == name
     assert config.update.lr_base_size == recipe["data"].get("global_batch", config.data.batch_size)
     assert config_warnings(config) == []

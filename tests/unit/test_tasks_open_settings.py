@@ -77,10 +77,8 @@ def test_flags_are_not_changed() -> None:
 
 
 def test_mixup_takes_the_place_of_what_is_chosen() -> None:
-    with pytest.raises(UserError, match="--mixup and MixToken both mix images"):
-        parse(["flowers", "--mixup", "0.8"])
-    objective = chosen("--mixup", "0.8", "--no-mix-token").objective
-    assert not objective.token_label
+    objective = chosen("--mixup", "0.8").objective
+    assert (objective.mix_token, objective.token_label) == (False, False)
 
 
 def test_a_global_batch_is_split_over_ranks() -> None:
