@@ -53,7 +53,9 @@ def settings_page() -> str:
 
 def setting_entry(setting: Setting) -> str:
     """Return the entry of one setting: its flags, what it is, what it takes and its default."""
-    names = ", ".join(f"`{flag.replace('=', '`, which sets `')}`" for flag in setting.also)
+    names = ", ".join(
+        f"`{flag.replace('=', '`, which sets `', 1).replace('{}', 'X')}`" for flag in setting.also
+    )
     also = f" *Other programs' flags, accepted too:* {names}." if names else ""
     lines = [f"### {setting.name}\n", f"{_spellings(setting)}: {_sentence(setting.help)}", _takes(setting)]
     return "\n".join(lines) + also

@@ -18,12 +18,10 @@ _HIDDEN = argparse.SUPPRESS  # the help of flags that --help leaves out
 # Flags of timm, sail-sg/volo, TokenLabeling and torchrun that mean something else here, or nothing; those
 # with the meaning of a setting are declared with it. Flags that have one answer share a row.
 _FOREIGN = {
-    "--drop --drop-block --gp --bn-*": "Give timm's networks --model-kwargs drop_rate=X, bn_momentum=X, ...",
     "--pretrained": "Weights that timm publishes are --finetune timm:NAME.",
     "--no-resume-opt": "--finetune takes the weights of a run without the state of its optimizer.",
     "--start-epoch": "A run continues at the step of its checkpoint: --resume.",
     "--validation-batch-size-multiplier": "--eval-batch-size is a number of images, not a factor.",
-    "--decay-epochs": "--decay-milestones 30,60,80 are the epochs themselves, not the distance between them.",
     "--nproc-per-node --nnodes --node-rank --rdzv-* --master-addr --master-port --local-rank --world-size "
     "--dist-url --dist-backend --standalone": (
         "The launcher says how many ranks there are and where: horovodrun -np RANKS -H HOST:GPUS,..."
@@ -128,7 +126,7 @@ def whole_number(least: int, *, because: str = "") -> Callable[[str], int]:
 
 
 class Given(argparse.Action):
-    """Stores the checked value of a setting; of a repeatable one all values, separated by commas."""
+    """Stores the checked value of a setting; of a repeatable or joined one all values."""
 
     def __init__(self, option_strings: list[str], dest: str, *, setting: Setting, **options: Any) -> None:
         super().__init__(option_strings, dest, metavar=setting.metavar, **options)
@@ -137,8 +135,9 @@ class Given(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, _flag: Any = None) -> None:
         value = self._setting.from_text(values)
         parser.stated.add(self.dest)
-        earlier = getattr(namespace, self.dest, "") if self._setting.repeatable else ""
-        setattr(namespace, self.dest, f"{earlier},{value}" if earlier else value)
+        between = self._setting.joined or ("," if self._setting.repeatable else "")
+        earlier = getattr(namespace, self.dest, "") if between else ""
+        setattr(namespace, self.dest, f"{earlier}{between}{value}" if earlier else value)
 
 
 class _Shorthand(argparse.Action):
@@ -176,7 +175,9 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: 
             given = {"action": argparse.BooleanOptionalAction, **options}
         parser.add_argument(*setting.flags, help=help, **given)
     for flag, _, value in (each.partition("=") for each in setting.also):
-        if value or setting.kind is bool:
+        if "{}" in value:  # an argument of the network
+            parser.add_argument(flag, help=_HIDDEN, **given | {"nargs": None, "type": value.format})
+        elif value or setting.kind is bool:
             const = setting.from_text(value) if value else True
             parser.add_argument(flag, action=_Shorthand, nargs=0, const=const, help=_HIDDEN, **options)
         else:

@@ -101,6 +101,10 @@ class Model:
         "",
         "arguments of the model's constructor, such as drop_rate=0.1 of timm's or mlp_ratio=4 of VOLO",
         joined=" ",
+        also=(
+            *("--drop=drop_rate={}", "--drop-block=drop_block_rate={}", "--gp=global_pool={}"),
+            *("--bn-momentum=bn_momentum={}", "--bn-eps=bn_eps={}"),
+        ),
     )
     head_init_scale: NonNegative = setting(
         1.0, "factor of the initial weights of the heads", idle=("without --task classification",)

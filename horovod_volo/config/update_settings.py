@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from horovod_volo.config.setting import BelowOne, Count, CountOrZero, NonNegative, setting
@@ -66,6 +67,12 @@ class Update:
         joined=",",
         idle=("without --sched step",),
     )
+    decay_epochs: NonNegative = setting(
+        0.0,
+        "--sched step: epochs between milestones; 0: --decay-milestones",
+        idle=("without --sched step",),
+        excludes={"--decay-milestones": "{flag} and --decay-milestones are two ways to say when. Drop one."},
+    )
     decay_rate: BelowOne = setting(
         0.1,
         "--sched step: factor of the learning rate's distance to --min-lr at each milestone",
@@ -122,7 +129,9 @@ class Update:
 
 
 def milestones(update: Update) -> tuple[float, ...]:
-    """Return --decay-milestones as fractions of --epochs; raise UserError if they cannot be right."""
+    """Return the milestones as fractions of --epochs; raise UserError if they cannot be right."""
+    if every := update.decay_epochs:
+        return tuple(every * number / update.epochs for number in range(1, ceil(update.epochs / every)))
     if not update.decay_milestones:
         return _SSD_MILESTONES
     words = update.decay_milestones.split(",")

@@ -34,6 +34,7 @@ NONE_IS: dict[str, Any] = {
 # The published default, ours, and the reason; docs/training.md lists them for users.
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "--lr": (1.6e-3, 0.0, "the same at 1,024 images, but scaled with the batch"),
+    "--decay-epochs": (30, 0.0, "of --sched step: the milestones are at 66 and 83 % of the epochs"),
     "--token-label-size": (1, 0, "computed from the image size; the published commands give the same"),
     "--num-classes": (None, 0, "the number of class folders instead of the network's 1000"),
     "--workers": (8, 0, "the number of cores of the rank"),
@@ -42,7 +43,8 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
 }
 
 # Their switches that set a value of ours, with it.
-SWITCHES = dict(each.split("=") for setting in all_settings() for each in setting.also if "=" in each)
+_ALSO = [each for setting in all_settings() for each in setting.also if "=" in each and "{}" not in each]
+SWITCHES = dict(each.split("=") for each in _ALSO)
 
 
 def published_flags(file: Path) -> dict[str, Any]:

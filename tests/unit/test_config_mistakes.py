@@ -81,7 +81,7 @@ MISTAKES = [
     ("--horovod-autotune log", "HOROVOD_AUTOTUNE=1"),
     ("--input-size 1 96 96", "3 N N"),
     ("--model-kwargs drop_rate", "NAME=VALUE"),
-    ("--drop 0.3", "--model-kwargs drop_rate=X"),
+    ("--decay-epochs 5 --decay-milestones 5", "Drop one"),
 ]
 
 
@@ -226,7 +226,7 @@ def test_the_help_shows_the_values_that_a_run_would_have(
 def test_a_hint_names_flags_that_there_are_for_one_that_there_is_not() -> None:
     assert set(re.findall(r"--[a-z][a-z-]*", " ".join(HINTS.values()))) <= FLAGS
     assert not FLAGS & set(" ".join(HINTS).split())
-    for spelled in ("--nproc-per-node", "--nproc_per_node", "--decay-epochs", "-c"):  # torchrun has both
+    for spelled in ("--nproc-per-node", "--nproc_per_node", "--pretrained", "-c"):  # torchrun has both
         text = hint(spelled.replace("_", "-"))
         with pytest.raises(UserError, match=re.escape(f"There is no flag {spelled}. {text}")):
             parse(["images", spelled])

@@ -175,6 +175,7 @@ def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(
         ("--resume", "resume", "auto"),
         ("--data-path images", "data_dir", "images"),
         ("--model-kwargs drop_rate=0.3 layers=(1,2)", "model_kwargs", "drop_rate=0.3 layers=(1,2)"),
+        ("--drop 0.3 --gp avg", "model_kwargs", "drop_rate=0.3 global_pool=avg"),
         ("--mixup 0.2", "mix_token", False),
     ],
 )
@@ -190,6 +191,11 @@ def test_flags_without_effect_are_named_in_one_warning() -> None:
 
 # From the README of each repository, and the page on training scripts in timm's documentation.
 PUBLISHED = """
+--data-dir /imagenet/ --model efficientnet_b2 -b 128 --sched step --epochs 450 --decay-epochs 2.4
+--decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 --weight-decay 1e-5 --drop 0.3
+--drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa rand-m9-mstd0.5 --remode pixel --reprob 0.2
+--amp --lr .016
+
 /imagenet --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp
 --token-label --token-label-size 14 --token-label-data labels
 

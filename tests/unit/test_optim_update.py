@@ -143,6 +143,8 @@ def test_step_is_torchs_with_milestones_in_epochs() -> None:
     settings = Update(sched="step", epochs=20, decay_milestones="5, 15", decay_rate=0.3)
     expected = rates_of(MultiStepLR, milestones=[10, 30], gamma=0.3)  # two steps in an epoch
     assert our_rates(settings, floor=0.0)[:STEPS] == pytest.approx(expected[:STEPS])
+    every = [round(5 * fraction * 20) / 5 for fraction in milestones(Update(epochs=20, decay_epochs=2.4))]
+    assert every == [2.4, 4.8, 7.2, 9.6, 12.0, 14.4, 16.8, 19.2]
 
 
 timm_utils = pytest.importorskip("timm.utils")
