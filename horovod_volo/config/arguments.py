@@ -125,7 +125,7 @@ def whole_number(least: int, *, because: str = "") -> Callable[[str], int]:
     return read
 
 
-class Given(argparse.Action):
+class _Given(argparse.Action):
     """Stores the checked value of a setting; of a repeatable or joined one all values."""
 
     def __init__(self, option_strings: list[str], dest: str, *, setting: Setting, **options: Any) -> None:
@@ -162,7 +162,7 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: 
     """
     options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
     help = setting.help.replace("%", "%%")
-    given = {"action": Given, "setting": setting, **options}
+    given = {"action": _Given, "setting": setting, **options}
     if setting.positional:
         parser.add_argument(nargs=None if required else "?", help=help, **given)
         if required:  # argparse would miss it where a flag gives it
@@ -181,9 +181,8 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: 
             const = setting.from_text(value) if value else True
             parser.add_argument(flag, action=_Shorthand, nargs=0, const=const, help=_HIDDEN, **options)
         else:
-            parser.add_argument(
-                flag, help=_HIDDEN, **given | ({"nargs": 3} if flag == "--input-size" else {})
-            )
+            count = {"nargs": 3} if flag == "--input-size" else {}
+            parser.add_argument(flag, help=_HIDDEN, **given | count)
 
 
 def add_flags(parser: argparse._ActionsContainer, *settings: Setting) -> None:

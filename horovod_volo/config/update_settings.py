@@ -67,9 +67,10 @@ class Update:
         joined=",",
         idle=("without --sched step",),
     )
-    decay_epochs: NonNegative = setting(
+    decay_epochs: float = setting(
         0.0,
         "--sched step: epochs between milestones; 0: --decay-milestones",
+        at_least=0.01,
         idle=("without --sched step",),
         excludes={"--decay-milestones": "{flag} and --decay-milestones are two ways to say when. Drop one."},
     )
