@@ -37,8 +37,8 @@ class Setting:
     help: str
     default: Any
     aliases: tuple[str, ...] = ()  # further flags
-    # What other programs call it, which --help leaves out. FLAG=VALUE is a switch that sets this value, or if {} is
-    # in it a flag whose value {} stands for.
+    # What other programs call it, which --help leaves out. FLAG=VALUE is a switch that sets it; with {}
+    # in VALUE, the flag takes what {} stands for.
     also: tuple[str, ...] = ()
     bare: str = ""  # the value of its flag without one
     joined: str = ""  # its flag takes several words, which this joins into one text
