@@ -27,7 +27,7 @@ COMMANDS = {
     "bench": "measure speed, memory and learning",
 }
 DONE = 0
-_HELP = """horovod-volo COMMAND ..., or python -m horovod_volo.COMMAND ...
+_HELP = """horovod-volo COMMAND ...
 
 {}
 

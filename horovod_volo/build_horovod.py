@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Build the parser, which has no flags of its own."""
-    return Parser(prog="python -m horovod_volo.build_horovod", description=__doc__)
+    return Parser(prog="horovod-volo build_horovod", description=__doc__)
 
 
 if __name__ == "__main__":

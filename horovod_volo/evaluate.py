@@ -1,8 +1,8 @@
 """Evaluate a trained network exactly: every image once, on one rank or many.
 
-    python -m horovod_volo.evaluate /path/to/imagenet --weights runs/volo_d1
-    horovodrun -np 8 python -m horovod_volo.evaluate /path/to/imagenet --weights runs/volo_d1 --real real.json
-    python -m horovod_volo.evaluate /path/to/imagenetv2 --v2 --weights runs/volo_d1 --per-class 20 --json -
+    horovod-volo evaluate /path/to/imagenet --weights runs/volo_d1
+    horovodrun -np 8 horovod-volo evaluate /path/to/imagenet --weights runs/volo_d1 --real real.json
+    horovod-volo evaluate /path/to/imagenetv2 --v2 --weights runs/volo_d1 --per-class 20 --json -
 
 Exit status: 0 done; 1 a failure; 2 a mistake in the command line or the data, explained in one message.
 """
@@ -107,7 +107,7 @@ def _report(file: str, result: Evaluated) -> None:
 
 def build_parser() -> Parser:
     """Build the parser. Settings that training has too come from the schema."""
-    parser = Parser(prog="horovodrun -np RANKS python -m horovod_volo.evaluate", description=__doc__)
+    parser = Parser(prog="horovod-volo evaluate", description=__doc__)
     add = parser.add_argument
     add_flags(parser, setting_of_training("data_dir", help="folder with val/CLASS/IMAGE"))
     weights = "a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes; required"

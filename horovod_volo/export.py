@@ -1,8 +1,8 @@
 """Export a trained network as a folder that timm loads and, with --onnx, as an ONNX file for other runtimes.
 
-    tools/export runs/volo_d1 /path/to/export
-    tools/export runs/volo_d1 /path/to/export --onnx --batch 8
-    tools/export weights.pth.tar /path/to/export --model volo_d1 --img-size 384
+    horovod-volo export runs/volo_d1 /path/to/export
+    horovod-volo export runs/volo_d1 /path/to/export --onnx --batch 8
+    horovod-volo export weights.pth.tar /path/to/export --model volo_d1 --img-size 384
 
 SOURCE is a run folder, one of its checkpoints, a file of weights, or timm:NAME. The export is loaded again
 and its logits are compared with the network's; FOLDER is created only if they agree.
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Build the parser."""
-    parser = Parser(prog="tools/export", description=__doc__)
+    parser = Parser(prog="horovod-volo export", description=__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="the weights")
     add("folder", type=Path, metavar="FOLDER", help="folder to create")
@@ -100,7 +100,7 @@ def export(options: argparse.Namespace) -> None:
             _check_difference("timm", difference, _TIMM_TOLERANCE)
         if options.onnx:
             _write_onnx(trained, trained.network, ["logits"], exported, options)
-    print(timm_export.how_timm_loads(trained.name, options.folder))
+    print(timm_export.how_timm_loads(trained, options.folder))
 
 
 def _export_dense(options: argparse.Namespace, task: str) -> None:

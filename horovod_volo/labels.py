@@ -1,9 +1,9 @@
 """Import, generate, verify and show token-label maps.
 
-    tools/labels import /path/to/published /path/to/store --data /path/to/imagenet
-    horovodrun -np 8 tools/labels generate /path/to/imagenet /path/to/store --teacher dm_nfnet_f6 ...
-    tools/labels verify /path/to/store --data /path/to/imagenet
-    tools/labels show /path/to/store /path/to/imagenet n01440764/n01440764_10026 picture.png
+    horovod-volo labels import /path/to/published /path/to/store --data /path/to/imagenet
+    horovodrun -np 8 horovod-volo labels generate /path/to/imagenet /path/to/store --teacher dm_nfnet_f6 ...
+    horovod-volo labels verify /path/to/store --data /path/to/imagenet
+    horovod-volo labels show /path/to/store /path/to/imagenet n01440764/n01440764_10026 picture.png
 
 Exit status: 0 done; 1 maps are damaged or missing, or another failure; 2 a mistake on the command line,
 explained in one message.
@@ -118,7 +118,7 @@ def _catalog(data_dir: str) -> Catalog:
 
 def build_parser() -> Parser:
     """Build the command line."""
-    parser = Parser(prog="tools/labels", description=__doc__)
+    parser = Parser(prog="horovod-volo labels", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_import(commands.add_parser("import", help="pack published maps, CLASS/IMAGE.pt, into a store"))
     _add_generate(commands.add_parser("generate", help="label the training images with a teacher"))

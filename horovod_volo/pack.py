@@ -1,10 +1,10 @@
 """Pack images into tar shards, which parallel file systems read faster than small files.
 
-    tools/pack /path/to/imagenet /path/to/packed
-    tools/pack /path/to/imagenet /path/to/packed256 --resize 256
-    tools/pack /path/to/packed --verify
-    tools/pack /path/to/shards --catalog
-    tools/pack /path/to/records /path/to/packed --from tfrecord
+    horovod-volo pack /path/to/imagenet /path/to/packed
+    horovod-volo pack /path/to/imagenet /path/to/packed256 --resize 256
+    horovod-volo pack /path/to/packed --verify
+    horovod-volo pack /path/to/shards --catalog
+    horovod-volo pack /path/to/records /path/to/packed --from tfrecord
 
 OUT_DIR is a data folder for training: train/ and val/ with NAME-000000.tar, their indexes, classes.txt and
 manifest.json. Images with masks are packed for segmentation, unchanged and in order, each beside its mask.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Build the command line."""
-    parser = Parser(prog="tools/pack", description=__doc__)
+    parser = Parser(prog="horovod-volo pack", description=__doc__)
     add = parser.add_argument
     folders = "folder of images, and folder to create"
     add("folders", nargs="+", type=Path, metavar="DATA_DIR OUT_DIR", help=folders)

@@ -80,7 +80,8 @@ def _names(modules: str) -> list[str]:
 
 def check_names(config: Config) -> None:
     """Raise UserError if no optimizer or schedule has the name that the settings give."""
-    check_optimizer(config.update.opt, sharded=config.update.shard_optimizer)
+    update, sharded = config.update, config.update.shard_optimizer
+    check_optimizer(update.opt, sharded=sharded, betas=update.opt_betas, eps=update.opt_eps)
     SCHEDULES.find(config.update.sched)
 
 

@@ -1,8 +1,8 @@
 """Predict the classes of images with a trained network, in one process, without Horovod and DALI.
 
-    python -m horovod_volo.predict runs/volo_d1 photo.jpg
-    python -m horovod_volo.predict runs/volo_d1 photos/ --top 3 --format csv > predictions.csv
-    find photos -name '*.jpg' | python -m horovod_volo.predict runs/volo_d1 - --html predictions.html
+    horovod-volo predict runs/volo_d1 photo.jpg
+    horovod-volo predict runs/volo_d1 photos/ --top 3 --format csv > predictions.csv
+    find photos -name '*.jpg' | horovod-volo predict runs/volo_d1 - --html predictions.html
 
 Exit status: 0 done; 1 some images cannot be read; 2 a mistake in the command line, explained in one message.
 """
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Build the parser."""
-    parser = Parser(prog="python -m horovod_volo.predict", description=__doc__)
+    parser = Parser(prog="horovod-volo predict", description=__doc__)
     add = parser.add_argument
     add("weights", metavar="WEIGHTS", help="a run folder, a checkpoint, a file, or timm:NAME")
     add("images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or '-': names from stdin")

@@ -1,6 +1,6 @@
 r"""The training entry: parse the settings, bind to the host, connect to the other ranks, train.
 
-    horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet --recipe volo_d1 \
+    horovodrun -np 8 horovod-volo train /path/to/imagenet --recipe volo_d1 \
       --token-label-data /path/to/token_label_data
 
 Exit status: 0 finished; 75 stopped on request and saved, start it again to resume; 2 a mistake in settings or

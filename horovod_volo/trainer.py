@@ -76,7 +76,7 @@ class Trainer:
             config = build_config(recipe, _checked({"data_dir": data, **settings} if data else settings))
         check(config)
         if config.launch.elastic:
-            raise UserError("Elastic runs are started by `python -m horovod_volo.train`. Drop elastic.")
+            raise UserError("Elastic runs are started by `horovod-volo train`. Drop elastic.")
         self.config = config
         self._callbacks = list(callbacks)
         self._ran, self._began = config, False  # the settings with what the start of a run chose

@@ -53,10 +53,12 @@ def settings_page() -> str:
 
 def setting_entry(setting: Setting) -> str:
     """Return the entry of one setting: its flags, what it is, what it takes and its default."""
+    names = ", ".join(
+        f"`{flag.replace('=', '`, which sets `', 1).replace('{}', 'X')}`" for flag in setting.also
+    )
+    also = f" *Other programs' flags, accepted too:* {names}." if names else ""
     lines = [f"### {setting.name}\n", f"{_spellings(setting)}: {_sentence(setting.help)}", _takes(setting)]
-    for flag, value in setting.shorthands.items():
-        lines.append(f"`{flag}` is the same as `{setting.flag} {value}`.")
-    return "\n".join(lines)
+    return "\n".join(lines) + also
 
 
 def _spellings(setting: Setting) -> str:
@@ -111,9 +113,10 @@ def _command(name: str) -> Iterable[str]:
     if name == "bench":
         return _benchmarks()
     if name == "train":
-        settings = {flag for item in all_settings() for flag in (*item.flags, *item.shorthands)}
+        settings = {flag for item in all_settings() for flag in item.flags}
         actions = parser_of_training()._actions
-        own = [each for each in actions if each.option_strings and not settings & {*each.option_strings}]
+        options = [each for each in actions if each.option_strings and each.help != argparse.SUPPRESS]
+        own = [each for each in options if not settings & {*each.option_strings}]
         return ["All [settings](settings.md) are flags of this command. These are not settings:", _flags(own)]
     return _parser_sections(parser_of(name))
 
@@ -135,7 +138,7 @@ def _parser_sections(parser: argparse.ArgumentParser) -> list[str]:
             helps = {choice.dest: choice.help for choice in action._choices_actions}
             parts = []  # a command with commands has no flags of its own
             for name, inner in action.choices.items():
-                title = f"### {parser.prog.split('/')[-1]} {name}"
+                title = f"### {parser.prog.split()[-1]} {name}"
                 parts += [title, _sentence(helps[name]), _flags(inner._actions)]
     return parts
 
@@ -151,7 +154,7 @@ def _flags(actions: Iterable[argparse.Action]) -> str:
     rows = [
         (_usage(action), _sentence(expand(action) if action.help else ""))
         for action in actions
-        if "--help" not in action.option_strings
+        if "--help" not in action.option_strings and action.help != argparse.SUPPRESS
     ]
     return _table(("Argument", "Meaning"), rows)
 

@@ -1,8 +1,8 @@
 """Measure, print the figures, and record them on request.
 
-    python -m horovod_volo.bench loss
-    horovodrun -np 2 python -m horovod_volo.bench reduce --model volo_d1 --record
-    python -m horovod_volo.bench table
+    horovod-volo bench loss
+    horovodrun -np 2 horovod-volo bench reduce --model volo_d1 --record
+    horovod-volo bench table
 
 `NAME --help` lists the flags of one benchmark. Only rank 0 prints and records. Exit status: 0 measured, 2 a
 user error, reported in one message, 1 any other failure, such as wrong results on either side.
@@ -57,7 +57,7 @@ def parse(arguments: list[str]) -> tuple[Callable[..., Result | str], dict[str, 
     place, description = BENCHMARKS[name]
     module, attribute = place.split(".")
     function = getattr(import_module(f"horovod_volo.bench.{module}"), attribute)
-    parser = Parser(prog=f"python -m horovod_volo.bench {name}", description=description)
+    parser = Parser(prog=f"horovod-volo bench {name}", description=description)
     add_flags(parser, function)
     if name in _TAKES_PLUGINS:
         add_flag(parser, setting_of_training("plugin"))
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     """Run one benchmark on this rank; return its exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         listed = [f"  {name:<14}{description}" for name, (_, description) in BENCHMARKS.items()]
-        print("usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip(), "", *listed, sep="\n")
+        print("usage: horovod-volo bench NAME [FLAGS]", "", __doc__.strip(), "", *listed, sep="\n")
         return 0
     before = os.getloadavg()[0]
     from horovod_volo.bench.results import append, lines, record_of

@@ -78,7 +78,7 @@ def measure(
     if unknown := sorted(set(parts) - PARTS.keys()):
         raise UserError(f"There is no part {', '.join(unknown)}. The parts are {', '.join(PARTS)}.")
     if not torch.cuda.is_available():
-        raise UserError("PyTorch sees no GPU here. `python -m horovod_volo.doctor` says why.")
+        raise UserError("PyTorch sees no GPU here. `horovod-volo doctor` says why.")
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0

@@ -58,7 +58,7 @@ def measure(
     if read_launch_env().size == 1:
         raise UserError(
             "There is nothing to reduce on one rank. Start several: "
-            "horovodrun -np 2 python -m horovod_volo.bench reduce"
+            "horovodrun -np 2 horovod-volo bench reduce"
         )
     config = bench_config(model=model, img_size=img_size, batch_size=batch_size)
     # The trainer turns Horovod's tensor fusion off; stock Horovod depends on it, so it is on here.

@@ -108,7 +108,7 @@ def check_same_start(world: World, flags: Mapping[str, Any]) -> None:
 
         raise AllRanksError(
             f"The ranks were not started alike: {'; '.join(different[:_SHOWN])}. Start all of them with the "
-            "same command, code and packages; `python -m horovod_volo.doctor` compares hosts."
+            "same command, code and packages; `horovod-volo doctor` compares hosts."
         )
 
 

@@ -193,7 +193,7 @@ def _check_devices(device: torch.device, world: World) -> None:
     if 0 < len(without) < world.size:  # the same on all ranks
         raise AllRanksError(
             f"Rank {', '.join(map(str, without))} of {world.size} sees no GPU, but the others do. "
-            "Run `python -m horovod_volo.doctor` under the same launcher to see why."
+            "Run `horovod-volo doctor` under the same launcher to see why."
         )
     same = [rank for rank, other in enumerate(gpus) if gpu and other == gpus[world.rank]]
     sharing = f"Ranks {', '.join(map(str, same))} use the same GPU of {gpus[world.rank][0]}"

@@ -5,68 +5,57 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from functools import cache
+from fnmatch import fnmatchcase
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from horovod_volo.config.schema import all_settings
 from horovod_volo.config.setting import Setting, shown
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
-# Flags of timm, sail-sg/volo, TokenLabeling and torchrun that have no setting in their place; those
-# that have one are declared with it. Flags that have one answer share a row.
+_ALMOST = 0.81  # how similar a flag is that is suggested: a wrong one would change something else
+_HIDDEN = argparse.SUPPRESS  # the help of flags that --help leaves out
+# Flags of timm, sail-sg/volo, TokenLabeling and torchrun that mean something else here, or nothing; those
+# with the meaning of a setting are declared with it. Flags that have one answer share a row.
 _FOREIGN = {
-    "--split-bn --bn-momentum --bn-eps --bn-tf --gp --head-init-scale --channels-last --pin-mem "
-    "--no-prefetcher --use-multi-epochs-loader --fuser --worker-seeding --dataloader --synchronize-step "
-    "--sched-on-updates --fast-norm --lr-base-scale": "It is not needed here, see docs/migration.md.",
-    "--experiment --eval-metric": (
-        "Results are in --output, in the folder --name; `best` is of the highest accuracy."
-    ),
-    "--drop --drop-block": "These networks have no dropout; stochastic depth is --drop-path.",
-    "--mixup-mode --mixup-off-epoch --cutmix-minmax": (
-        "Mixup and CutMix mix pairs of every batch: --mixup, --cutmix, --mixup-switch-prob."
-    ),
-    "--lr-cycle-mul --lr-cycle-limit --lr-noise --patience-epochs": (
-        "The learning rate is a function of the step: --sched; --plugin registers your own."
-    ),
-    "--nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --master-addr "
-    "--master-port --local-rank --world-size --dist-url --dist-backend --standalone": (
+    "--pretrained": "Weights that timm publishes are --finetune timm:NAME.",
+    "--no-resume-opt": "--finetune takes the weights of a run without the state of its optimizer.",
+    "--start-epoch": "A run continues at the step of its checkpoint: --resume.",
+    "--validation-batch-size-multiplier": "--eval-batch-size is a number of images, not a factor.",
+    "--nproc-per-node --nnodes --node-rank --rdzv-* --master-addr --master-port --local-rank --world-size "
+    "--dist-url --dist-backend --standalone": (
         "The launcher says how many ranks there are and where: horovodrun -np RANKS -H HOST:GPUS,..."
     ),
     "--horovod-autotune --horovod-timeline": (
         "Set HOROVOD_AUTOTUNE=1 with HOROVOD_AUTOTUNE_LOG=FILE, or HOROVOD_TIMELINE=FILE, for all ranks."
     ),
-    "--opt-eps --opt-betas --opt-kwargs --opt-args --opt-foreach": (
-        "The optimizers' other constants are the published ones; --plugin registers your own."
-    ),
-    "--train-split --class-map --dataset --dataset-download": (
+    "--train-split --class-map --dataset* -d": (
         "The data folder has train/ and val/; --val-split names another folder of held-out images."
     ),
-    "--log-to --log-wandb --wandb-project --wandb-tags --wandb-resume-id": (
+    "--log-to --log-wandb --wandb-*": (
         "TensorBoard's events can be sent to a service, and so can a callback's metrics: docs/monitoring.md."
     ),
-    "--data --data-dir --data-path": "The data folder is the first argument, without a flag.",
     "--device": "A rank takes a GPU, or the CPU where there is none; CUDA_VISIBLE_DEVICES limits the GPUs.",
     "--max-restarts": "A job started again goes on with --resume auto; an --elastic run may lose hosts.",
-    "--dist-bn": (
-        "Batch norm over all ranks is --sync-bn all; checkpoints hold the average of its statistics."
-    ),
     "--config -c": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
     "--no-aug": "No augmentation: --aa '' --color-jitter 0 --reprob 0 --scale 1 1 --ratio 1 1 --hflip 0.",
-    "--tta --evaluate": "python -m horovod_volo.evaluate measures the accuracy.",
+    "--interpolation --color-jitter-prob --lr-base-scale --log-dir": "docs/migration.md says what is here.",
+    "--tta --evaluate": "`horovod-volo evaluate` measures the accuracy.",
 }
+# Flags that change nothing here; those with = take a value.
+_WITHOUT_EFFECT = (
+    "--pin-mem --no-pin-mem --channels-last --no-prefetcher --use-multi-epochs-loader --fast-norm --resplit "
+    "--synchronize-step --no-ddp-bb --model-ema-force-cpu --save-images --worker-seeding= --fuser= "
+    "--dist-bn= --patience-epochs= --lr-noise-pct= --lr-noise-std= --lr-cycle-decay= --amp-impl="
+)
 
 
-@cache
-def hints() -> dict[str, str]:
-    """Return what takes the place of other trainers' and launchers' flags that there are not."""
-    found = {flag: answer for flags, answer in _FOREIGN.items() for flag in flags.split()}
-    for setting in all_settings():
-        value = setting.kind is not bool and setting.metavar
-        usage = f"{setting.flag} {value}" if value else setting.flag
-        found |= dict.fromkeys(setting.also, f"Here it is {usage}: {setting.help}.")
-    return found
+def hint(flag: str) -> str:
+    """Return what takes the place of a flag of other trainers and launchers, or an empty string."""
+    answers = (
+        answer for flags, answer in _FOREIGN.items() for each in flags.split() if fnmatchcase(flag, each)
+    )
+    return next(answers, "")
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,22 +63,27 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.stated = set[str]()  # the settings whose value the command line states
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing on every rank."""
         message = message.removeprefix("argument ").replace(": takes", " takes", 1)
-        command = self.prog[max(0, self.prog.find("python ")) :]
         all_flags = "--help-all" if "--help-all" in self._option_string_actions else "--help"
-        raise UserError(f"{message[0].upper()}{message[1:]}. `{command} {all_flags}` lists all flags.")
+        raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} {all_flags}` lists all flags.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command line; an argument that is not known raises UserError."""
         words = sys.argv[1:] if args is None else list(args)
+        self.stated.clear()
         if self._subparsers is None:  # otherwise the flags are those of the command that follows
             # Before argparse looks for required arguments: a misspelled flag may be one of them.
-            for word in takewhile(lambda word: word != "--", words):
-                if word.startswith("--") and word.split("=")[0] not in self._option_string_actions:
-                    self._refuse(word)
+            for number, word in enumerate(takewhile(lambda word: word != "--", words)):
+                flag, equals, value = word.partition("=")
+                if word.startswith("--") and flag not in self._option_string_actions:
+                    flag = flag.replace("_", "-")  # torchrun has both spellings
+                    if flag not in self._option_string_actions:
+                        self._refuse(word)
+                    words[number] = f"{flag}{equals}{value}"
         known, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self._refuse(unknown[0])
@@ -98,10 +92,11 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, word: str) -> NoReturn:
         if word.startswith("-"):
             flag = word.split("=")[0]
-            # torchrun has both spellings.
-            answer = hints().get(flag.replace("_", "-"))
-            hint = f" {answer}" if answer else nearest(flag, self._option_string_actions)
-            raise UserError(f"There is no flag {flag}.{hint}")
+            answer = hint(flag.replace("_", "-"))
+            known = [each for each, action in self._option_string_actions.items() if action.help != _HIDDEN]
+            similar = nearest(flag, known, _ALMOST) if flag.startswith("--") else ""
+            answer = answer or similar or "docs/migration.md lists the flags of other programs."
+            raise UserError(f"There is no flag {flag}. {answer.lstrip()}")
         names = [str(action.metavar) for action in self._actions if not action.option_strings]
         raise UserError(
             f"{word!r} is one argument too many. Arguments without a flag: {', '.join(names) or 'none'}."
@@ -131,16 +126,33 @@ def whole_number(least: int, *, because: str = "") -> Callable[[str], int]:
 
 
 class _Given(argparse.Action):
-    """Stores the checked value of a setting; of a repeatable one all values, separated by commas."""
+    """Stores the checked value of a setting; of a repeatable or joined one all values."""
 
     def __init__(self, option_strings: list[str], dest: str, *, setting: Setting, **options: Any) -> None:
         super().__init__(option_strings, dest, metavar=setting.metavar, **options)
         self._setting = setting
 
-    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _flag: Any = None) -> None:
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, _flag: Any = None) -> None:
         value = self._setting.from_text(values)
-        earlier = getattr(namespace, self.dest, "") if self._setting.repeatable else ""
-        setattr(namespace, self.dest, f"{earlier},{value}" if earlier else value)
+        parser.stated.add(self.dest)
+        between = self._setting.joined or ("," if self._setting.repeatable else "")
+        earlier = getattr(namespace, self.dest, "") if between else ""
+        setattr(namespace, self.dest, f"{earlier}{between}{value}" if earlier else value)
+
+
+class _Shorthand(argparse.Action):
+    """Stores a fixed value of a setting, unless another flag states one: --model-ema --model-ema-decay X."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, *_: Any) -> None:
+        if self.dest not in parser.stated:
+            setattr(namespace, self.dest, self.const)
+
+
+def add_flags_without_effect(parser: Parser) -> None:
+    """Add the flags of other programs that change nothing here; parsing stores them under their own names."""
+    options: dict[str, Any] = {"action": _Shorthand, "default": argparse.SUPPRESS, "help": _HIDDEN}
+    for flag, value, _ in (each.partition("=") for each in _WITHOUT_EFFECT.split()):
+        parser.add_argument(flag, dest=flag, nargs=None if value else 0, **options)
 
 
 def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: bool = True) -> None:
@@ -150,19 +162,27 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: 
     """
     options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
     help = setting.help.replace("%", "%%")
+    given = {"action": _Given, "setting": setting, **options}
     if setting.positional:
-        options["nargs"] = None if required else "?"
-        parser.add_argument(action=_Given, setting=setting, help=help, **options)
-        return
-    help += f" (default: {shown(setting.default)})"
-    if setting.kind is bool:
-        parser.add_argument(*setting.flags, action=argparse.BooleanOptionalAction, help=help, **options)
+        parser.add_argument(nargs=None if required else "?", help=help, **given)
+        if required:  # argparse would miss it where a flag gives it
+            return
     else:
-        nargs = setting.count or None
-        parser.add_argument(*setting.flags, action=_Given, setting=setting, nargs=nargs, help=help, **options)
-    for flag, value in setting.shorthands.items():
-        help = f"the same as {setting.flag} {value}"
-        parser.add_argument(flag, action="store_const", const=value, help=help, **options)
+        help += f" (default: {shown(setting.default)})"
+        given["nargs"] = setting.count or ("?" if setting.bare else "+" if setting.joined else None)
+        given["const"] = setting.bare or None
+        if setting.kind is bool:
+            given = {"action": argparse.BooleanOptionalAction, **options}
+        parser.add_argument(*setting.flags, help=help, **given)
+    for flag, _, value in (each.partition("=") for each in setting.also):
+        if "{}" in value:  # an argument of the network
+            parser.add_argument(flag, help=_HIDDEN, **given | {"nargs": None, "type": value.format})
+        elif value or setting.kind is bool:
+            const = setting.from_text(value) if value else True
+            parser.add_argument(flag, action=_Shorthand, nargs=0, const=const, help=_HIDDEN, **options)
+        else:
+            count = {"nargs": 3} if flag == "--input-size" else {}
+            parser.add_argument(flag, help=_HIDDEN, **given | count)
 
 
 def add_flags(parser: argparse._ActionsContainer, *settings: Setting) -> None:

@@ -9,12 +9,12 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from horovod_volo.config.arguments import Parser, add_flag, add_flags
+from horovod_volo.config.arguments import Parser, add_flag, add_flags, add_flags_without_effect
 from horovod_volo.config.recipe import assemble, load_recipe, recipe_names
 from horovod_volo.config.schema import Config, Model, Run, all_settings, group_types
-from horovod_volo.config.setting import Setting
+from horovod_volo.config.setting import Setting, shown
 from horovod_volo.config.update_settings import Update
 from horovod_volo.config.validation import check
 from horovod_volo.core.errors import UserError
@@ -43,6 +43,12 @@ _USUAL = {
     *("data_dir", "recipe", "model", "img_size", "epochs", "batch_size", "global_batch", "lr", "precision"),
     *("token_label_data", "finetune", "output", "name", "resume", "val_split"),
 }
+# What a run without a model and a recipe chooses (engine/open_settings.py), or names after the data folder.
+_CHOSEN = {
+    *("name", "model", "img_size", "precision", "batch_size", "epochs", "warmup_epochs", "cooldown_epochs"),
+    *("lr_base", "lr_base_size", "min_lr", "warmup_lr", "scale", "aa", "color_jitter", "reprob"),
+    *("token_label", "dense_weight", "mix_token", "clip_grad"),
+}
 _EXAMPLES = """These are the usual flags; --help-all lists all, and --dry-run prints what a run would do.
 
 examples:
@@ -53,29 +59,48 @@ examples:
 """
 
 
-class _ShortHelp(argparse.Action):
-    """Prints the usual flags, and examples."""
+class _Help(argparse.Action):
+    """Prints all flags, or the usual ones and examples, with the values that this command line has."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        for action in parser._actions:
-            if action.dest not in _USUAL or action.nargs == 0:
-                action.help = argparse.SUPPRESS
-        parser.epilog = _EXAMPLES
+    def __call__(self, parser: Any, namespace: argparse.Namespace, _: Any, flag: Any = None) -> None:
+        _show_values(parser, namespace)
+        if flag != "--help-all":
+            for action in parser._actions:
+                if action.dest not in _USUAL or action.nargs == 0:
+                    action.help = argparse.SUPPRESS
+            parser.epilog = _EXAMPLES
         parser.print_help()
         parser.exit()
+
+
+def _show_values(parser: Parser, namespace: argparse.Namespace) -> None:
+    """Replace the defaults in the help by the values of a run with this recipe and these flags."""
+    given = {item.name: getattr(namespace, item.name) for item in all_settings() if item.name in namespace}
+    try:
+        config = build_config(namespace.recipe, given)
+    except UserError:  # which the help may help to correct
+        config, given = build_config(namespace.recipe, {}), {}
+    chosen = _CHOSEN - config.explicit if config.chooses_model else set()
+    for item in all_settings():
+        value = "chosen" if item.name in chosen else shown(item.value_in(config)).replace("%", "%%")
+        for action in parser._actions:
+            text, found, _ = (action.help or "").rpartition(" (default: ")
+            if action.dest == item.name and found:
+                action.help = f"{text} ({'given' if item.name in given else 'default'}: {value})"
 
 
 def build_parser() -> Parser:
     """Build the parser, with one argument group per group of settings."""
     parser = Parser(
-        prog="python -m horovod_volo.train",
-        usage="horovodrun -np RANKS python -m horovod_volo.train DATA_DIR [--recipe NAME] [flags]",
-        description="Train VOLO on a folder of images, with one process per GPU.",
+        prog="horovod-volo train",
+        usage="[horovodrun -np RANKS] horovod-volo train DATA_DIR [--recipe NAME] [flags]",
+        description="Train VOLO on a folder of images, with one process per GPU. Flags of timm that mean the "
+        "same are accepted too.",
         add_help=False,
     )
     add = parser.add_argument
-    add("-h", "--help", nargs=0, action=_ShortHelp, help="print the usual flags and examples")
-    add("--help-all", action="help", help="print all flags")
+    add("-h", "--help", nargs=0, action=_Help, help="print the usual flags and examples")
+    add("--help-all", nargs=0, action=_Help, help="print all flags")
     add("--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}")
     add("--dry-run", action="store_true", help="print settings, batch, steps, memory and traffic, and stop")
     ranks = "number of ranks to assume with --dry-run; 0: those that the launcher started"
@@ -83,18 +108,26 @@ def build_parser() -> Parser:
     sections = {name: parser.add_argument_group(table.__doc__) for name, table in group_types().items()}
     for setting in all_settings():
         add_flag(sections[setting.group], setting, required=False)
+    add_flags_without_effect(parser)
     return parser
 
 
 def parse(argv: list[str]) -> Request:
     """Parse a command line; `--help` and `--help-all` print and exit."""
-    flags = vars(build_parser().parse_args(argv))
+    # The help shows what all other flags lead to.
+    flags = vars(
+        build_parser().parse_args(sorted(argv, key=lambda word: word in ("-h", "--help", "--help-all")))
+    )
     recipe_name, dry_run, ranks = (flags.pop(name) for name in ("recipe", "dry_run", "ranks"))
     if ranks and not dry_run:
         raise UserError(
             "--ranks goes with --dry-run. A real run gets its ranks from `horovodrun -np` or `mpirun -np`."
         )
-    return Request(build_config(recipe_name, flags), dry_run, ranks)
+    config = build_config(recipe_name, flags)
+    if unused := ", ".join(name for name in flags if name.startswith("--")):
+        warnings = (*config.warnings, f"{unused}: without effect here (docs/migration.md)")
+        config = replace(config, warnings=warnings)
+    return Request(config, dry_run, ranks)
 
 
 def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
@@ -110,6 +143,8 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
     published: Mapping[str, Any] = next(of_family, {})
     below = recipe or published
     flags |= _fitted_schedule(flags, below)
+    if (flags.get("mixup") or flags.get("cutmix")) and "mix_token" not in below:  # which is on by default
+        flags.setdefault("mix_token", False)
     # resolved.toml states every setting: one that has its default value was not chosen.
     given = {**recipe, **flags}
     defaults = {item.name: item.default for item in all_settings()}

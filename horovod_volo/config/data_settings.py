@@ -23,6 +23,7 @@ class Data:
         "segmentation with images/ and masks/, or of ADE20K or Cityscapes; for detection with images/ and "
         "boxes/, or of COCO",
         positional=True,
+        also=("--data-dir", "--data", "--data-path"),
     )
     val_split: str = _classification("", "held-out folder of DATA_DIR; empty: val, validation, valid or test")
     val_share: BelowOne = _classification(
@@ -39,7 +40,7 @@ class Data:
     eval_batch_size: CountOrZero = setting(
         0,
         "images per rank in evaluation; 0: --batch-size",
-        also=("--validation-batch-size", "--validation-batch-size-multiplier"),
+        also=("-vb", "--validation-batch-size"),
     )
     workers: CountOrZero = setting(
         0, "data threads per rank; 0: one per core of the rank", aliases=("-j",), also=("--num-workers",)
@@ -70,9 +71,14 @@ class Data:
         0.4,
         "strength of brightness, contrast and saturation jitter, without --aa",
         "with --aa",
-        also=("--color-jitter-prob",),
     )
-    reprob: Fraction = _classification(0.25, "probability of random erasing", also=("--resplit",))
+    aug_repeats: CountOrZero = _classification(
+        0,
+        "draw each image this many times in a row, each augmented differently, and only as many images as an "
+        "epoch then has draws; 0: once",
+        excludes={"--balance": "{flag} and --balance both draw images several times. Drop one of them."},
+    )
+    reprob: Fraction = _classification(0.25, "probability of random erasing")
     remode: Literal["pixel", "rand", "const"] = _classification(
         "pixel", "fill of erased boxes: noise per pixel, a random color, or the mean color", "with --reprob 0"
     )

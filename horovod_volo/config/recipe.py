@@ -21,26 +21,16 @@ RECIPES = Path(__file__).parent / "recipes"
 # Keys that moved to another table: they are read from both.
 _MOVED = {("exchange", "precision"): "model"}
 # Keys that were removed, with the value that changes nothing: the resolved.toml of an earlier run has all.
-_REMOVED = {
-    ("launch", "horovod_autotune"): "",
-    ("launch", "horovod_timeline"): "",
-    ("logging", "histograms_every"): 0,
-    ("logging", "log_to"): "",
-    ("model", "grad_checkpoint_stages"): "all",
-    ("objective", "class_weights"): "",
-    ("update", "cycle_up"): 0.45,
-    ("update", "cycle_start"): 0.04,
-    ("segmentation", "neck"): "lvvit",
-    ("segmentation", "auxiliary_weight"): 0.4,
-    ("segmentation", "mask_resize"): "centre",
-    ("detection", "keep_empty"): False,
-    ("detection", "crop_sides"): [0.3, 1.0],
-    ("detection", "saturation_range"): [0.5, 1.5],
-    ("detection", "contrast_range"): [0.5, 1.5],
-    ("detection", "brightness_range"): [0.875, 1.125],
-    ("detection", "min_score"): 0.05,
-    ("detection", "max_overlap"): 0.5,
-    ("detection", "most_boxes"): 200,
+_REMOVED: dict[str, dict[str, Any]] = {
+    "launch": {"horovod_autotune": "", "horovod_timeline": ""},
+    "logging": {"histograms_every": 0, "log_to": ""},
+    "model": {"grad_checkpoint_stages": "all"},
+    "objective": {"class_weights": ""},
+    "update": {"cycle_up": 0.45, "cycle_start": 0.04},
+    "segmentation": {"neck": "lvvit", "auxiliary_weight": 0.4, "mask_resize": "centre"},
+    "detection": {"keep_empty": False, "crop_sides": [0.3, 1.0], "saturation_range": [0.5, 1.5]}
+    | {"contrast_range": [0.5, 1.5], "brightness_range": [0.875, 1.125]}
+    | {"min_score": 0.05, "max_overlap": 0.5, "most_boxes": 200},
 }
 
 
@@ -83,8 +73,8 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             chosen[group] = _published(table, path)
             continue
         for key, value in table.items():
-            if (group, key) in _REMOVED:
-                if value != _REMOVED[group, key]:
+            if key in _REMOVED.get(group, {}):
+                if value != _REMOVED[group][key]:
                     chosen["warnings"] = (*chosen.get("warnings", ()), _unused(group, key, path))
                 continue
             home = _MOVED.get((group, key), group)
@@ -104,7 +94,7 @@ def _unused(group: str, key: str, path: Path) -> str:
         return f"recipe {path}: {key} is no setting any more, and has no effect"
     raise UserError(
         f"Recipe {path} has an unknown key {key!r} in [{group}]. It is no setting any more, and may only be "
-        f"{_REMOVED[group, key]!r}."
+        f"{_REMOVED[group][key]!r}."
     )
 
 

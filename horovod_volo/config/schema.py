@@ -31,9 +31,13 @@ class Run:
     """run folder, checkpoints and logging"""
 
     output: str = setting("runs", "folder of the run folders")
-    name: str = setting("", "run folder in --output; empty: the name of the recipe, model or data folder")
+    name: str = setting(
+        "", "run folder in --output; empty: as the recipe, model or data folder", also=("--experiment",)
+    )
     resume: str = setting(
-        "", "resume from a checkpoint or run folder; auto: this run's latest, if any", also=("--start-epoch",)
+        "",
+        "resume from a checkpoint or run folder; auto, or no value: this run's latest, if any",
+        bare="auto",
     )
     seed: CountOrZero = setting(42, "seed of sample order, augmentation and initial weights")
     log_every: Count = setting(50, "steps between log lines", also=("--log-interval",))
@@ -84,12 +88,26 @@ class Model:
         "classification", "what is learned: the class of an image, that of each pixel, or boxes and classes"
     )
     sync_bn: Literal["none", "heads", "all"] = setting(
-        "none", "batch norm over the images of all ranks: behind the backbone of a dense task, or everywhere"
+        "none",
+        "batch norm over the images of all ranks: in the heads of a dense task; all, or no value: everywhere",
+        bare="all",
     )
     model: str = setting(
         "volo_d1",
         "volo_d1 to volo_d5, lvvit_t, lvvit_s, lvvit_m, lvvit_l, volo_demo, a classification model of timm, "
         "or a plugin's; without --model and --recipe, one for the device and the number of images",
+    )
+    model_kwargs: str = setting(
+        "",
+        "arguments of the model's constructor, such as drop_rate=0.1 of timm's or mlp_ratio=4 of VOLO",
+        joined=" ",
+        also=(
+            *("--drop=drop_rate={}", "--drop-block=drop_block_rate={}", "--gp=global_pool={}"),
+            *("--bn-momentum=bn_momentum={}", "--bn-eps=bn_eps={}"),
+        ),
+    )
+    head_init_scale: NonNegative = setting(
+        1.0, "factor of the initial weights of the heads", idle=("without --task classification",)
     )
     img_size: int = setting(
         224, "side of the square training and evaluation images, pixels", at_least=32, also=("--input-size",)
@@ -99,8 +117,7 @@ class Model:
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting(
         "fp32",
         "arithmetic of forward and backward; weights stay fp32; tf32: fp32 with products in TF32, on a GPU",
-        shorthands={"--apex-amp": "fp16", "--native-amp": "fp16", "--amp": "fp16"},
-        also=("--amp-dtype", "--amp-impl", "--model-dtype", "--fp16", "--bf16"),
+        also=("--amp-dtype", "--amp=fp16", "--apex-amp=fp16", "--native-amp=fp16", "--bf16=bf16"),
     )
     grad_checkpoint: bool = setting(
         False, "recompute activations inside blocks: far less memory, slower", also=("--grad-checkpointing",)
@@ -108,7 +125,7 @@ class Model:
     compile: bool = setting(
         False,
         "compile the blocks with torch.compile: faster steps, after a longer first one",
-        also=("--torchcompile", "--torchscript"),
+        also=("--torchcompile",),
     )
     kernels: Literal["auto", "plain"] = setting(
         "auto",
@@ -118,7 +135,7 @@ class Model:
     finetune: str = setting(
         "",
         "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own",
-        also=("--pretrained", "--initial-checkpoint", "--no-resume-opt"),
+        also=("--initial-checkpoint", "--pretrained-path"),
         idle=(RESUMED,),
     )
     allow_mismatch: str = setting(
@@ -145,7 +162,6 @@ class Logging:
     images_every: CountOrZero = setting(
         10,
         "epochs between pictures of training images in TensorBoard, from the start on; 0: none",
-        also=("--save-images",),
     )
 
 

@@ -6,6 +6,7 @@ The checks and conversions of its values are here too.
 from __future__ import annotations
 
 import math
+from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from horovod_volo.config.schema import Config
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_SPELLED = {"float16": "fp16", "bfloat16": "bf16"}  # our values by those of other programs
 _PAIR, _CHANNELS = 2, 3  # tuple[float, float]: low and high; tuple[float, ...]: red, green and blue, or none
 
 # Types of settings with the bounds that many have.
@@ -35,8 +37,11 @@ class Setting:
     help: str
     default: Any
     aliases: tuple[str, ...] = ()  # further flags
-    also: tuple[str, ...] = ()  # what other programs call it: refused, with a hint
-    shorthands: Mapping[str, Any] = field(default_factory=dict)  # flags that set a fixed value
+    # What other programs call it, which --help leaves out. FLAG=VALUE is a switch that sets it; with {}
+    # in VALUE, the flag takes what {} stands for.
+    also: tuple[str, ...] = ()
+    bare: str = ""  # the value of its flag without one
+    joined: str = ""  # its flag takes several words, which this joins into one text
     at_least: float | None = None
     at_most: float | None = None
     below: float | None = None
@@ -79,14 +84,22 @@ class Setting:
         if get_origin(self.kind) is Literal:
             return "{" + ",".join(get_args(self.kind)) + "}"
         if self.count:
-            return ("LOW", "HIGH") if self.count == _PAIR else ("RED", "GREEN", "BLUE")
+            pair = ("LOW", "HIGH") if self.ascending else ("X", "X")
+            return pair if self.count == _PAIR else ("RED", "GREEN", "BLUE")
         return {int: "N", float: "X"}.get(self.kind, "TEXT")
 
     def from_text(self, text: str | list[str]) -> Any:
         """Convert and check a command-line value; that of several numbers is a list of texts."""
         kind = float if self.count else self.kind
         if kind not in (int, float):
+            text = self.joined.join(text) if isinstance(text, list) else _SPELLED.get(text, text)
             return self.checked(text, self.flag)
+        if isinstance(text, list) and not self.count:  # timm's --input-size
+            channels, text, width = text
+            if channels != "3" or text != width:
+                raise UserError(
+                    f"Images are squares of three channels: {self.flag} N, or --input-size 3 N N."
+                )
         numbers = []
         for word in [text] if isinstance(text, str) else text:
             try:
@@ -137,6 +150,19 @@ class Setting:
 def setting(default: Any, help: str, **declared: Any) -> Any:
     """Declare a field of the schema; `declared` are further fields of Setting."""
     return field(default=default, metadata={"setting": Setting(default=default, help=help, **declared)})
+
+
+def keyword_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of --model-kwargs: NAME=VALUE, as a number, a tuple, ... or text."""
+    found: dict[str, Any] = {}
+    for name, equals, value in (word.partition("=") for word in text.split()):
+        if not equals:
+            raise UserError(f"--model-kwargs takes NAME=VALUE, such as drop_rate=0.1, not {name!r}.")
+        try:
+            found[name] = literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
 
 
 def shown(value: Any) -> str:

@@ -20,7 +20,7 @@ class Objective:
     loss: str = setting(
         "soft-target",
         "loss: soft-target (cross-entropy), bce (binary cross-entropy), or a plugin's",
-        also=("--bce-loss",),
+        also=("--bce-loss=bce",),
     )
     bce_target_threshold: BelowOne = setting(
         0.0,
@@ -36,7 +36,6 @@ class Objective:
     token_label_data: str = setting(
         "",
         "packed label maps, or a folder of CLASS/IMAGE.pt; empty: the image's class for every token",
-        also=("--token-label-score",),
         needs="--token-label",
     )
     token_label_size: CountOrZero = setting(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from horovod_volo.config.setting import BelowOne, Count, CountOrZero, NonNegative, setting
@@ -21,6 +22,15 @@ class Update:
     )
     momentum: BelowOne = setting(
         0.9, "momentum of lars, muon and sgd", idle=("with --opt adamw or --opt lamb or --opt fused*",)
+    )
+    opt_betas: tuple[float, float] = setting(
+        (),
+        "decay of the two averages of --opt adamw, muon, lamb, fused*; empty: 0.9 0.999",
+        at_least=0.0,
+        below=1.0,
+    )
+    opt_eps: NonNegative = setting(
+        0.0, "what these optimizers add to the root of the second average; 0: 1e-8, of lamb 1e-6"
     )
     layer_decay: float = setting(
         1.0, "learning rate of a layer relative to that above it; 1: all alike", at_least=0.001, at_most=1.0
@@ -54,12 +64,20 @@ class Update:
         "",
         "--sched step: epochs, separated by commas, at which the learning rate's distance to --min-lr is "
         "multiplied by --decay-rate; empty: 66 and 83 % of --epochs",
-        also=("--decay-epochs",),
+        joined=",",
         idle=("without --sched step",),
+    )
+    decay_epochs: float = setting(
+        0.0,
+        "--sched step: epochs between milestones; 0: --decay-milestones",
+        at_least=0.01,
+        idle=("without --sched step",),
+        excludes={"--decay-milestones": "{flag} and --decay-milestones are two ways to say when. Drop one."},
     )
     decay_rate: BelowOne = setting(
         0.1,
         "--sched step: factor of the learning rate's distance to --min-lr at each milestone",
+        also=("--dr",),
         idle=("without --sched step",),
     )
     poly_power: float = setting(
@@ -77,7 +95,9 @@ class Update:
         False, "warm up before --epochs instead of inside", idle=("with --warmup-epochs 0",)
     )
     lr_changes: Literal["step", "epoch"] = setting(
-        "step", "change the learning rate at every step, or, as published, only at the start of an epoch"
+        "step",
+        "change the learning rate at every step, or, as published, only at the start of an epoch",
+        also=("--sched-on-updates=step",),
     )
     cooldown_epochs: CountOrZero = setting(10, "epochs at --min-lr after --epochs")
     weight_decay: NonNegative = setting(
@@ -99,8 +119,7 @@ class Update:
     ema_decay: BelowOne = setting(
         0.0,
         "decay per step of the EMA weights, which are evaluated beside the raw ones; 0: no EMA",
-        shorthands={"--model-ema": 0.99992},
-        also=("--model-ema-decay", "--model-ema-force-cpu"),
+        also=("--model-ema-decay", "--model-ema=0.99992"),
     )
     ema_warmup: bool = setting(
         False,
@@ -111,7 +130,9 @@ class Update:
 
 
 def milestones(update: Update) -> tuple[float, ...]:
-    """Return --decay-milestones as fractions of --epochs; raise UserError if they cannot be right."""
+    """Return the milestones as fractions of --epochs; raise UserError if they cannot be right."""
+    if every := update.decay_epochs:
+        return tuple(every * number / update.epochs for number in range(1, ceil(update.epochs / every)))
     if not update.decay_milestones:
         return _SSD_MILESTONES
     words = update.decay_milestones.split(",")

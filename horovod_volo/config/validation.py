@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from horovod_volo.config.schema import FACTS, RESUMED, Config, all_settings, by_flag
-from horovod_volo.config.setting import shown
+from horovod_volo.config.setting import keyword_arguments, shown
 from horovod_volo.config.update_settings import milestones
 from horovod_volo.core.errors import UserError
 
@@ -55,6 +55,7 @@ def check(config: Config) -> None:
     check_address(data.data_dir)
     check_statistics(data.mean, data.std)
     milestones(update)
+    keyword_arguments(config.model.model_kwargs)
     for wrong, message in (
         (
             ".." in Path(run.name).parts or Path(run.name).is_absolute(),

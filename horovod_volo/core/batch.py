@@ -50,7 +50,7 @@ class TrainBatch:
     labels: Labels
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
     # (batch,) numbers that the epoch's order has here: positions, which differ from `indices` where an image
-    # is damaged, or with --balance the numbers of data/balanced_order.py
+    # is damaged, or with --balance or --aug-repeats the numbers of draws (data/sampler.py)
     drawn: NDArray[np.int64]
 
 

@@ -97,7 +97,7 @@ class Registry(dict[str, Entry], Generic[Entry]):
         return self[name]
 
 
-def nearest(wrong: str, known: Iterable[str]) -> str:
+def nearest(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return " Did you mean X?", or an empty string if no known name is similar."""
-    match = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.6)
+    match = difflib.get_close_matches(wrong, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {match[0]}?" if match else ""

@@ -36,7 +36,7 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, announced
 from horovod_volo.data.prefetcher import READING_ALONE_SECONDS, BatchPrefetcher, ImageThreadPool, PendingBatch
 from horovod_volo.data.reading import Encoded, ImageFiles, Resize, read_image, resized_shape
-from horovod_volo.data.sampler import balanced_order
+from horovod_volo.data.sampler import balanced_order, repeated_order
 from horovod_volo.data.train_transform import PendingTrainBatch, TrainTransform
 from horovod_volo.token_labels.source import LabelSource
 
@@ -88,10 +88,11 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         return TrainBatch(images, pending.labels.to(self._device), pending.indices, pending.drawn)
 
     def _order(self, epoch: int) -> NDArray[Any]:
-        balance = self._settings.balance
-        if not balance:
-            return super()._order(epoch)
-        return balanced_order(self._seed, epoch, self._images.targets, balance)
+        balance, repeats = self._settings.balance, self._settings.aug_repeats
+        if balance:
+            return balanced_order(self._seed, epoch, self._images.targets, balance)
+        order = super()._order(epoch)
+        return repeated_order(order, repeats) if repeats else order
 
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingTrainBatch:
         usable = partial(self.bad_samples.read_or_replace, images=self._samples, read=self._read)
@@ -126,7 +127,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         self._images.read_ahead(self._positions(indices))
 
     def _positions(self, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
-        # With --balance the numbers of further draws of an image are larger by multiples of all images.
+        # The numbers of further draws of an image are larger by multiples of all images.
         return drawn % self._samples
 
     def _read(self, index: int) -> tuple[Encoded, tuple[int, int], LabelMap | None]:

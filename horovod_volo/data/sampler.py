@@ -1,10 +1,12 @@
 """The order of the training images in an epoch, and each rank's part of it.
 
-With `balance`, images of rare classes are drawn more often. An epoch has as many draws as there are images. A
-class of n images gets a part of them in proportion to n ** (1 - balance): with a balance of 0 as many as it
-has, with 0.5 in proportion to the root, with 1 as many as every other class. Within a class all images are
-drawn equally often, or differ by one. Draw `copy` of an image has the number image + copy x images. Its
-augmentation depends on this number, so that copies differ, and each number is in an epoch at most once.
+An epoch has as many draws as there are images. With --aug-repeats they are the first images of the
+permutation, each several times in a row. With `balance`, images of rare classes are drawn more often: a class
+of n images gets a part of the epoch in proportion to n ** (1 - balance): with a balance of 0 as many draws as
+it has images, with 0.5 in proportion to the root, with 1 as many as every other class. Within a class all
+images are drawn equally often, or differ by one. Draw `copy` of an image has the number image + copy x
+images. Its augmentation depends on this number, so that copies differ, and each number is in an epoch at most
+once.
 
 Invariant: the order is a pure function of its arguments, and a step takes the next global batch of it. Which
 images a step sees depends on the global batch, never on the number of ranks.
@@ -65,6 +67,13 @@ def balanced_order(seed: int, epoch: int, classes: NDArray[np.int32], balance: f
     copy = np.arange(images) - np.repeat(copies.cumsum() - copies, copies)
     order: NDArray[np.int64] = (numbers + copy * images)[permutation(source, images)]
     return order
+
+
+def repeated_order(order: NDArray[Any], repeats: int) -> NDArray[np.int64]:
+    """Return the numbers of an epoch's draws if each image of the order is drawn several times in a row."""
+    draws = np.arange(len(order))
+    numbers: NDArray[np.int64] = order[draws // repeats] + draws % repeats * len(order)
+    return numbers
 
 
 def packing_order(seed: int, length: int) -> NDArray[np.uint32]:

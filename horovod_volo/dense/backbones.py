@@ -94,6 +94,7 @@ def build_backbone(settings: Model) -> Any:
         num_classes=1,
         drop_path=settings.drop_path,
         grad_checkpoint=settings.grad_checkpoint,
+        model_kwargs=settings.model_kwargs,
     )
     network.__class__ = kinds[type(network)]
     network.use_as_backbone()  # type: ignore[operator]

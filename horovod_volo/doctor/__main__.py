@@ -1,9 +1,9 @@
 """Check the installation, each host, and the connections between ranks.
 
-    python -m horovod_volo.doctor
-    horovodrun -np 8 python -m horovod_volo.doctor --shared /path/to/runs
-    mpirun -np 2 -bind-to none -map-by slot python -m horovod_volo.doctor --json -
-    python -m horovod_volo.doctor --ledger runs/volo_d1
+    horovod-volo doctor
+    horovodrun -np 8 horovod-volo doctor --shared /path/to/runs
+    mpirun -np 2 -bind-to none -map-by slot horovod-volo doctor --json -
+    horovod-volo doctor --ledger runs/volo_d1
 
 Start it with the launcher and flags of training. Rank 0 prints one report for all ranks. Exit status: 0 no
 failure; 1 a failure; 2 a mistake on the command line.
@@ -126,7 +126,7 @@ def _publish(report: dict[str, Any], json_file: str) -> int:
 
 def build_parser() -> Parser:
     """Build the command line."""
-    parser = Parser(prog="horovodrun -np RANKS python -m horovod_volo.doctor", description=__doc__)
+    parser = Parser(prog="horovod-volo doctor", description=__doc__)
     add = parser.add_argument
     shared = "folder of results, which all ranks must share: --output of training (%(default)s)"
     add("--shared", default="runs", metavar="DIR", help=shared)

@@ -44,7 +44,7 @@ class LedgerStart:
     global_batch: int
     steps_per_epoch: int
     ranks: int
-    balance: float = 0.0  # above 0 the order also follows from the classes of the images, and is not proven
+    balance: float = 0.0  # --balance, or --aug-repeats: above 0 images are drawn several times by plan
 
     def span(self, epoch: int, first: int, last: int) -> dict[str, Any]:
         """Return the record of consecutive steps of an epoch, without their checksums."""
@@ -74,16 +74,17 @@ class Ledger(Callback):
         self._written: deque[list[LedgerStep]] = deque(maxlen=_WRITES_KEPT)
 
     def started(self, run: TrainContext) -> None:
+        data = run.config.data
         self.start = LedgerStart(
             seed=run.config.run.seed,
             images=len(run.data.train),
-            block_shuffle=run.config.data.block_shuffle,
-            shuffle_window=run.config.data.shuffle_window,
+            block_shuffle=data.block_shuffle,
+            shuffle_window=data.shuffle_window,
             global_batch=run.derived.global_batch,
             steps_per_epoch=run.derived.steps_per_epoch,
             ranks=run.world.size,
-            # Other tasks do not read it.
-            balance=run.config.data.balance if run.config.model.task == "classification" else 0.0,
+            # Other tasks do not read them.
+            balance=(data.balance or data.aug_repeats) if run.config.model.task == "classification" else 0.0,
         )
         if run.lock is not None:
             self._may_write = run.lock.check
@@ -187,7 +188,7 @@ class _LedgerCheck:
         del hosts
         start = LedgerStart(**settings)
         if start.balance:
-            raise _MistakeError("with --balance, images are drawn several times by plan")
+            raise _MistakeError("with --balance or --aug-repeats, images are drawn several times by plan")
         if self._start is not None and replace(start, ranks=self._start.ranks) != self._start:
             raise _MistakeError(f"the settings changed at step {step}, so the orders do not continue")
         if step > self._step:

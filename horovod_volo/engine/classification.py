@@ -80,6 +80,8 @@ class Classification:
             drop_path=settings.drop_path,
             grad_checkpoint=settings.grad_checkpoint,
             aux_head=trains_aux_head(config),
+            model_kwargs=settings.model_kwargs,
+            head_init_scale=settings.head_init_scale,
         )
         if settings.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").synchronize(network)

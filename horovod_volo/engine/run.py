@@ -71,7 +71,7 @@ def settle(config: Config, world: World) -> Plan:
     def complete() -> tuple[Task, Config, Config]:
         load_plugins(config.run.plugin)
         if not config.data.data_dir:
-            raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
+            raise UserError("The data folder is missing: horovod-volo train DATA_DIR ...")
         task = TASKS.find(config.model.task)
         stated = task.complete(config)
         resolved = resolve(stated, world.size)

@@ -134,7 +134,8 @@ def build_state(
         layer_decay=update.layer_decay,
         matrices=matrices,
     )
-    optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
+    constants: dict[str, Any] = {"momentum": update.momentum, "betas": update.opt_betas}
+    optimizer = build_optimizer(update.opt, groups, **constants, eps=update.opt_eps)
     if matrices:
         optimizer.ranks = world  # type: ignore[attr-defined]  # which share the work on matrices
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from horovod_volo.config.setting import keyword_arguments
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 from horovod_volo.models import volo  # noqa: F401  # registers its models
@@ -82,15 +83,26 @@ def build_model(
     drop_path: float,
     grad_checkpoint: bool = False,
     aux_head: bool = True,
+    model_kwargs: str = "",
+    head_init_scale: float = 1.0,
 ) -> nn.Module:
     """Build a model with fresh weights from torch's random state, on torch's default device.
 
-    `aux_head` gives a model with tokens the auxiliary head for its token logits.
+    `aux_head` gives a model with tokens the auxiliary head for its token logits. The rest are flags.
     """
     check_model(name, img_size=img_size, tokens=False)
     spec = spec_of(name)
     sizes = {"img_size": img_size, "num_classes": num_classes, "drop_path": drop_path}
-    model = spec.build(**sizes, aux_head=aux_head, **spec.arguments)
+    arguments = {**spec.arguments, **keyword_arguments(model_kwargs)}
+    try:
+        model = spec.build(**sizes, aux_head=aux_head, **arguments)
+    except (TypeError, ValueError, IndexError, AssertionError) as error:
+        if not model_kwargs:
+            raise
+        raise UserError(f"--model-kwargs {model_kwargs} does not fit {name}: {error}.") from None
+    for key, parameter in model.named_parameters() if head_init_scale != 1.0 else ():
+        if key.startswith(tuple(f"{head}." for head in spec.heads)):
+            parameter.data.mul_(head_init_scale)
     if grad_checkpoint:
         try:
             model.set_grad_checkpointing(True)  # type: ignore[operator]
@@ -126,6 +138,7 @@ def _build_timm(
     num_classes: int,
     drop_path: float,
     aux_head: bool,  # noqa: ARG001
+    **arguments: Any,
 ) -> nn.Module:
     settings: dict[str, Any] = {"num_classes": num_classes}
     published = get_pretrained_cfg(name)
@@ -134,7 +147,7 @@ def _build_timm(
     if drop_path:
         settings["drop_path_rate"] = drop_path
     try:
-        model: nn.Module = create_model(name, **settings)
+        model: nn.Module = create_model(name, **settings | arguments)
     except TypeError as error:  # a timm constructor names the argument that it does not take
         raise UserError(f"timm does not build {name} with these settings: {error}.") from None
     except AssertionError as error:

@@ -42,6 +42,7 @@ class PretrainedModel:
     messages: list[str]
     class_names: tuple[str, ...] = ()  # in the order of the logits; none if the weights do not have them
     crop_mode: str = "center"  # as of ModelSpec
+    model_kwargs: str = ""  # of its run
 
     @property
     def has_aux_head(self) -> bool:
@@ -75,8 +76,7 @@ def load_pretrained(
         raise UserError(
             f"There is no {SETTINGS_OF_RUN} that names the model of the weights in {source}. Add --model."
         )
-    plugin = run.get("plugin", "")
-    if plugin and registered_model(name) is None and not is_model(name):
+    if (plugin := run.get("plugin", "")) and registered_model(name) is None and not is_model(name):
         raise UserError(f"{source} was trained with the model {name} of a plugin. Add --plugin {plugin}.")
     published = spec_of(name)
     crop_mode, crop_pct = _crop(source, run, published)
@@ -91,8 +91,9 @@ def load_pretrained(
     if without:
         state = {key: tensor for key, tensor in state.items() if not key.startswith(AUX_HEAD)}
         messages.append(f"evaluated by the class token alone: {without}")
-    classes = _classes(name, state, source)
-    network = build_model(name, img_size=side, num_classes=classes, drop_path=0.0, aux_head=not without)
+    classes, kwargs = _classes(name, state, source), str(run.get("model_kwargs", ""))
+    sizes: dict[str, Any] = {"img_size": side, "num_classes": classes, "drop_path": 0.0}
+    network = build_model(name, **sizes, aux_head=not without, model_kwargs=kwargs)
     messages += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
     return PretrainedModel(
@@ -107,6 +108,7 @@ def load_pretrained(
         messages,
         read_class_names(source),
         crop_mode,
+        kwargs,
     )
 
 

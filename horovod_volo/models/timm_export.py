@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from horovod_volo.config.setting import keyword_arguments
 from horovod_volo.core.atomic_file import flush
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import spec_of
@@ -82,7 +83,7 @@ def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
 
 def config_of(trained: PretrainedModel) -> dict[str, Any]:
     """Return timm's config.json of a model."""
-    spec, side, known = spec_of(trained.name), trained.image_side, timm_name(trained.name)
+    spec, side, known = spec_of(trained.name), trained.image_side, timm_name(trained)
     arguments: dict[str, Any] = {}  # of the constructor, besides the number of classes
     metadata: dict[str, Any] = {"fixed_input_size": True, "pool_size": None}
     if known:
@@ -93,6 +94,7 @@ def config_of(trained: PretrainedModel) -> dict[str, Any]:
             arguments = {"img_size": side} if published.get("fixed_input_size") else {}
     else:  # timm's functions for its architectures take no layers and widths, its classes do
         arguments = {"img_size": side, **spec.arguments}
+    arguments |= keyword_arguments(trained.model_kwargs)
     if spec.stride and not trained.has_aux_head:
         arguments["use_aux_head"] = False
     if spec.stride or not known:
@@ -117,19 +119,22 @@ def config_of(trained: PretrainedModel) -> dict[str, Any]:
     }
 
 
-def timm_name(name: str) -> str:
+def timm_name(trained: PretrainedModel) -> str:
     """Return timm's name of a model's architecture, or an empty string if timm has none."""
-    spec = registered_model(name)
-    known = spec.timm_name if spec else name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
+    spec = registered_model(trained.name)
+    known = spec.timm_name if spec else trained.name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
+    if spec and trained.model_kwargs:  # which timm's functions do not take
+        return ""
     return known if is_model(known) else ""
 
 
-def how_timm_loads(name: str, folder: Path) -> str:
+def how_timm_loads(trained: PretrainedModel, folder: Path) -> str:
     """Return the line that tells the user how timm loads an export."""
-    if timm_name(name):
+    if timm_name(trained):
         return f'timm loads it: timm.create_model("local-dir:{folder}", pretrained=True)'
+    name = f"{trained.name} {trained.model_kwargs}".rstrip()
     refused = f"timm.create_model cannot load it, as timm has no {name}"
-    built = spec_of(name).timm_class
+    built = spec_of(trained.name).timm_class
     if built is None:
         return f"{refused}."
     full_name = f"{built.__module__}.{built.__qualname__}"
@@ -139,7 +144,7 @@ def how_timm_loads(name: str, folder: Path) -> str:
 def timm_difference(trained: PretrainedModel, folder: Path) -> float | None:
     """Return the largest difference from the logits of timm's model; None: timm cannot load it."""
     timm_class = spec_of(trained.name).timm_class
-    if timm_name(trained.name):
+    if timm_name(trained):
         network: nn.Module = create_model(f"local-dir:{folder}", pretrained=True)
     elif timm_class:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

@@ -20,6 +20,8 @@ from horovod_volo.models.blocks import Block, DropPathSample, sample_drop_path, 
 from horovod_volo.models.registry import ModelSpec, State, register_model
 from horovod_volo.models.timm_api import VOLO, resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 
+# Of timm's class. Others would have no effect in training, such as dropout, or change what tokens are.
+_ARGUMENTS = ("img_size", "num_classes", "layers", "embed_dims", "num_heads", "stem_hidden_dim", "mlp_ratio")
 TokenSwap = Callable[[Tensor], Tensor]  # of a grid (batch, rows, columns, channels); its own inverse
 
 # Layers, widths and heads of the outlooker stage and of the three transformer stages that follow it.
@@ -99,6 +101,8 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
     """timm's VOLO with a training forward."""
 
     def __init__(self, *, drop_path: float = 0.0, aux_head: bool = True, **settings: Any) -> None:
+        if others := settings.keys() - _ARGUMENTS:
+            raise TypeError(f"it takes {', '.join(_ARGUMENTS)}, not {', '.join(others)}")
         super().__init__(drop_path_rate=drop_path, **settings)
         if not aux_head:
             # Removed after the weights are drawn: the other weights are the same with and without it.

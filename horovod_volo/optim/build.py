@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 
-
-class BuildOptimizer(Protocol):
-    """The constructor of an optimizer; the learning rate of each group is set before each step."""
-
-    def __call__(self, groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:
-        """Build the optimizer of these parameter groups."""
+# (groups, and those of momentum=, betas= and eps= that it has) -> an optimizer; its learning rates
+# are set before each step
+BuildOptimizer = Callable[..., Optimizer]
 
 
 @dataclass(frozen=True)
@@ -57,19 +55,12 @@ def register_optimizer(
     OPTIMIZERS.register(name, OptimizerSpec(build, state_keys, shardable, matrix_state_keys))
 
 
-def with_two_moments(kind: Callable[..., Optimizer], **settings: Any) -> BuildOptimizer:
-    """Return the constructor of an optimizer that has fixed betas instead of a momentum."""
-
-    def build(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
-        return kind(groups, betas=BETAS, **settings)
-
-    return build
-
-
-def _apex(name: str, *, instead: str, **settings: Any) -> BuildOptimizer:
+def _apex(name: str, *, instead: str, default_eps: float, **settings: Any) -> BuildOptimizer:
     """Return the constructor of an optimizer of NVIDIA's Apex, which updates all weights in a few kernels."""
 
-    def build(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
+    def build(
+        groups: list[dict[str, Any]], *, betas: tuple[float, float] = BETAS, eps: float = default_eps
+    ) -> Optimizer:
         try:
             check_apex(instead)
         except UserError as problem:
@@ -78,7 +69,7 @@ def _apex(name: str, *, instead: str, **settings: Any) -> BuildOptimizer:
 
         kind = getattr(apex.optimizers, name)
         # Gradients are views of buckets, so Apex must not set them to None.
-        optimizer: Optimizer = kind(groups, lr=0.0, betas=BETAS, set_grad_none=False, **settings)
+        optimizer: Optimizer = kind(groups, lr=0.0, betas=betas, eps=eps, set_grad_none=False, **settings)
         for group in optimizer.param_groups:
             group["step"] = torch.zeros((), dtype=torch.int64)  # a tensor, so that checkpoints can restore it
         return optimizer
@@ -101,18 +92,19 @@ def check_apex(instead: str) -> None:
         raise UserError(f"Apex is installed without its CUDA kernels. {remedy}") from None
 
 
-_ADAMW = with_two_moments(AdamW, lr=0.0, eps=1e-8, fused=True)
-_FUSED_ADAM = _apex("FusedAdam", instead="adamw", eps=1e-8, adam_w_mode=True)
+_ADAMW = partial(AdamW, lr=0.0, betas=BETAS, eps=1e-8, fused=True)
+_FUSED_ADAM = _apex("FusedAdam", instead="adamw", default_eps=1e-8, adam_w_mode=True)
 # Without its own gradient clipping, which --clip-grad does.
-_FUSED_LAMB = _apex("FusedLAMB", instead="lamb", eps=1e-6, max_grad_norm=float("inf"))
+_FUSED_LAMB = _apex("FusedLAMB", instead="lamb", default_eps=1e-6, max_grad_norm=float("inf"))
 register_optimizer("adamw", _ADAMW, state_keys=ADAM_STATE, shardable=True)
 register_optimizer("sgd", partial(SGD, lr=0.0, fused=True), state_keys=MOMENTUM_STATE, shardable=True)
 register_optimizer("fusedadam", _FUSED_ADAM, state_keys=_MOMENTS)
 register_optimizer("fusedlamb", _FUSED_LAMB, state_keys=_MOMENTS)
 
 
-def check_optimizer(name: str, *, sharded: bool) -> None:
-    """Raise UserError if no optimizer has this name, or if its state cannot be sharded but must be."""
+def check_optimizer(name: str, *, sharded: bool, **constants: Any) -> None:
+    """Raise UserError if no optimizer has this name and these constants, and this state, sharded or not."""
+    _stated(name, **constants)
     if OPTIMIZERS.find(name).shardable or not sharded:
         return
     others = " or ".join(other for other, spec in OPTIMIZERS.items() if spec.shardable)
@@ -122,10 +114,22 @@ def check_optimizer(name: str, *, sharded: bool) -> None:
     )
 
 
-def build_optimizer(name: str, groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:
-    """Build an optimizer with zero state."""
-    spec = OPTIMIZERS.find(name)
-    optimizer = spec.build(groups, momentum=momentum)
+def _stated(name: str, **constants: Any) -> dict[str, Any]:
+    """Return the constants that are not empty; raise UserError if the optimizer does not have one."""
+    stated = {key: value for key, value in constants.items() if value}
+    for key in stated.keys() - signature(OPTIMIZERS.find(name).build).parameters.keys():
+        raise UserError(f"--opt {name} has no {key}. Drop --opt-{key}, or use --opt adamw.")
+    return stated
+
+
+def build_optimizer(
+    name: str, groups: list[dict[str, Any]], *, momentum: float, **constants: Any
+) -> Optimizer:
+    """Build an optimizer with zero state; `constants` are `betas` and `eps`, empty and 0 for its own."""
+    spec, stated = OPTIMIZERS.find(name), _stated(name, **constants)
+    if "momentum" in signature(spec.build).parameters:
+        stated["momentum"] = momentum
+    optimizer = spec.build(groups, **stated)
     for group in optimizer.param_groups:
         keys = spec.matrix_state_keys if MATRICES in group else spec.state_keys
         for parameter in group["params"]:

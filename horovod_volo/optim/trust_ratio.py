@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from horovod_volo.optim.build import ADAM_STATE, MOMENTUM_STATE, register_optimizer, with_two_moments
+from horovod_volo.optim.build import ADAM_STATE, BETAS, MOMENTUM_STATE, register_optimizer
 
 _LARS_TRUST = 1e-3  # norm of the step as a fraction of the weights' norm, at a learning rate of 1
 
@@ -94,5 +95,5 @@ class Lars(Optimizer):
             torch._foreach_add_(weights, buffers, alpha=-group["lr"])
 
 
-register_optimizer("lamb", with_two_moments(Lamb, eps=1e-6), state_keys=ADAM_STATE)
+register_optimizer("lamb", partial(Lamb, betas=BETAS, eps=1e-6), state_keys=ADAM_STATE)
 register_optimizer("lars", Lars, state_keys=MOMENTUM_STATE)

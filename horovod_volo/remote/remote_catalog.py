@@ -77,7 +77,7 @@ class RemoteCatalog(Catalog):
 
 
 _REMEDY = (
-    f"`tools/pack` writes {PUBLISHED_CATALOG} beside the shards it packs, and `tools/pack FOLDER --catalog` "
+    f"`horovod-volo pack` writes {PUBLISHED_CATALOG} beside the shards it packs, with FOLDER --catalog "
     "beside others: copy it to the server too."
 )
 

@@ -1,7 +1,7 @@
 """Write a page about one run, or several beside each other: curves, speed, settings, worst classes.
 
-    python -m horovod_volo.report runs/volo_d1
-    python -m horovod_volo.report runs/volo_d1 runs/volo_d1_lr --html compared.html
+    horovod-volo report runs/volo_d1
+    horovod-volo report runs/volo_d1 runs/volo_d1_lr --html compared.html
 
 The page is one HTML file that requests no other, so it can be sent and kept. A run may still be training.
 Exit status: 0 done; 2 a mistake in the command line or a damaged run folder, explained in one message.
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """Build the parser."""
-    parser = Parser(prog="python -m horovod_volo.report", description=__doc__)
+    parser = Parser(prog="horovod-volo report", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, as runs/NAME")
     add("--html", default="", metavar="FILE", help=f"the page (default: {PAGE} in the first RUN)")

@@ -73,7 +73,7 @@ def _check_unshared(maps: NDArray[np.integer[Any]], *catalogs: NamedImages) -> N
         first, second = (names[place] for place in order[shared[0] : shared[0] + 2])
         raise UserError(
             f"{first} and {second} in {catalogs[0].source} have the same label map, because their names are "
-            "equal up to the first dot. Generate maps of these images with tools/labels generate."
+            "equal up to the first dot. Generate maps of these images with horovod-volo labels generate."
         )
 
 

@@ -74,7 +74,7 @@ def map_warnings(folder: str, source: LabelSource) -> list[str]:
 def _open(path: Path, catalog: NamedImages, cache: Path | None) -> LabelSource:
     if is_unfinished(path):
         raise UserError(
-            f"the label store {path} is unfinished. Run the tools/labels command that started it again."
+            f"the label store {path} is unfinished. Run the `horovod-volo labels` command of it again."
         )
     if not path.is_dir():
         raise UserError(

@@ -236,5 +236,5 @@ def _check_classes(folder: Path, rows: NDArray[np.int32], catalog: NamedImages) 
             f"the store {folder} has no label map for any image of class {catalog.classes[unlabelled[0]]}"
             + (f" and of {len(unlabelled) - 1} more classes" if len(unlabelled) > 1 else "")
             + ". It was made for other images: point --token-label-data at maps that were made for these, or "
-            "generate them with tools/labels."
+            "generate them with horovod-volo labels."
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from horovod_volo.config.command_line import build_parser, parse
+from horovod_volo.config.command_line import parse
 from horovod_volo.config.schema import all_settings
 from tests.published.checkouts import named_folder
 
@@ -27,17 +27,24 @@ NONE_IS: dict[str, Any] = {
     "--clip-grad": 0.0,  # no clipping
     "--crop-pct": 0.0,  # that of the network
     "--drop-path": 0.0,
+    "--opt-betas": [],  # those of the optimizer
+    "--opt-eps": 0.0,
     "--img-size": 224,  # the size for which the networks are built
 }
 # The published default, ours, and the reason; docs/training.md lists them for users.
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "--lr": (1.6e-3, 0.0, "the same at 1,024 images, but scaled with the batch"),
+    "--decay-epochs": (30, 0.0, "of --sched step: the milestones are at 66 and 83 % of the epochs"),
     "--token-label-size": (1, 0, "computed from the image size; the published commands give the same"),
     "--num-classes": (None, 0, "the number of class folders instead of the network's 1000"),
     "--workers": (8, 0, "the number of cores of the rank"),
     "--val-split": ("validation", "", "the folder is found by its usual names"),
     "--output": ("", "runs", "without a name the published code writes to ./output"),
 }
+
+# Their switches that set a value of ours, with it.
+_ALSO = [each for setting in all_settings() for each in setting.also if "=" in each and "{}" not in each]
+SWITCHES = dict(each.split("=") for each in _ALSO)
 
 
 def published_flags(file: Path) -> dict[str, Any]:
@@ -60,19 +67,20 @@ def published_flags(file: Path) -> dict[str, Any]:
 
 
 def our_value(model: str, flag: str) -> Any:
-    """Return our default of a flag for a network; for a shorthand, whether its value is the default."""
+    """Return our default of a flag for a network; for a switch, whether its value is the default."""
     config = parse(["--model", model]).config
     for setting in all_settings():
         value = getattr(getattr(config, setting.group), setting.name)
         if flag in setting.flags:
             return list(value) if isinstance(value, tuple) else value
-        if flag in setting.shorthands:
-            return value == setting.shorthands[flag]
+        if text := SWITCHES.get(flag) if flag in " ".join(setting.also) else None:
+            return value == setting.from_text(text)
     raise AssertionError(f"{flag} is not a flag of a setting")
 
 
 def common_flags(theirs: dict[str, Any]) -> list[str]:
-    ours = {flag for action in build_parser()._actions for flag in action.option_strings}
+    """Return the flags of both, without those whose meaning has another name here."""
+    ours = {flag for setting in all_settings() for flag in setting.flags} | SWITCHES.keys()
     return sorted(flag for flag in theirs.keys() & ours if flag.startswith("--"))
 
 
@@ -113,5 +121,5 @@ def test_the_migration_guide_lists_every_flag(repository: str) -> None:
     listed = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", firsts))
     long = [flag for flag in published_flags(FOLDER / repository / "main.py") if flag.startswith("--")]
     assert len(long) > 90
-    others = {"--config", "--dr"}  # -c and --decay-rate are the same flags
+    others = {"--config"}  # the same as -c
     assert set(long) - listed == others

@@ -163,7 +163,7 @@ def test_the_commands_of_a_document_run(document: str, demo_set: Path, tmp_path:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_tools_starts_its_command(name: str) -> None:
     done = subprocess.run([ROOT / "tools" / name, "--help"], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(f"usage: tools/{name} ")
+    assert done.stdout.startswith(f"usage: horovod-volo {name} ")
 
 
 def test_tools_demo_trains_and_tensorboard_shows_the_run(request: pytest.FixtureRequest) -> None:

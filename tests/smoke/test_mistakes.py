@@ -38,7 +38,7 @@ def test_help_and_mistakes_in_flags_are_printed_quickly(demo_set: Path, tmp_path
     """In an interpreter of its own, which does not import PyTorch."""
     helped = run_entry("--help")
     assert helped.status == 0
-    assert helped.output.startswith("usage: horovodrun -np RANKS python -m horovod_volo.train DATA_DIR")
+    assert helped.output.startswith("usage: [horovodrun -np RANKS] horovod-volo train DATA_DIR")
     mistaken = run_entry(str(demo_set), *TINY, "--output", str(tmp_path / "runs"), "--modle", "volo_demo")
     assert_refused(mistaken, "There is no flag --modle. Did you mean --model?")
     assert max(helped.cpu_seconds, mistaken.cpu_seconds) < 3

@@ -146,7 +146,7 @@ def test_the_header_agrees_with_the_recipe(name: str) -> None:
     header, recipe, batch = header_of(name), toml_of(name), PUBLISHED[name][2]
     command, update = shlex.split(header["Command"]), recipe["update"]
     ranks = int(command[command.index("-np") + 1])
-    start = f"horovodrun -np {ranks} python -m horovod_volo.train".split()
+    start = f"horovodrun -np {ranks} horovod-volo train".split()
     assert command[: len(start)] == start
     request = parse([*command[len(start) :], "--dry-run"])
     assert request.config.run.name == name
@@ -227,8 +227,8 @@ def gib_of_a_gpu(*flags: str) -> float:
 def test_a_recipe_is_for_one_process_and_begins_with_the_weights_of_the_authors(name: str) -> None:
     header, recipe = header_of(name), toml_of(name)
     command = shlex.split(header["Command"])
-    assert command[:3] == ["python", "-m", "horovod_volo.train"]
-    config = parse(command[3:]).config
+    assert command[:2] == ["horovod-volo", "train"]
+    config = parse(command[2:]).config
     assert config.run.name == name
     assert config.update.lr_base_size == recipe["data"].get("global_batch", config.data.batch_size)
     assert config_warnings(config) == []

@@ -44,7 +44,7 @@ def is_mentioned(setting: Setting, text: str) -> bool:
     """Return whether a text contains a flag of the setting; a positional one follows the entry point."""
     if setting.positional:
         return re.search(r"horovod_volo\.train (?!-)\S", text) is not None
-    spellings = [*setting.flags, *setting.shorthands]
+    spellings = [*setting.flags, *(flag.partition("=")[0] for flag in setting.also)]
     if setting.kind is bool:
         spellings.append("--no-" + setting.name.replace("_", "-"))
     return any(re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text) for flag in spellings)

@@ -22,6 +22,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "reprob": (0.5, 0.75),
     "opt": ("sgd", "lars"),
     "layer_decay": (0.75, 0.5),
+    "model_kwargs": ("drop_rate=0.1", "mlp_ratio=4 layers=(1,2)"),
     "map_geometry": ("whole", "centre-crop:576:576"),
 }
 MAPS = "--token-label --token-label-data maps"

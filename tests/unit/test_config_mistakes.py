@@ -11,7 +11,8 @@ import pytest
 from schema_examples import MAPS, recipe_of
 
 from horovod_volo import evaluate, export, labels, pack, train
-from horovod_volo.config.arguments import hints
+from horovod_volo.config.arguments import _FOREIGN as HINTS
+from horovod_volo.config.arguments import hint
 from horovod_volo.config.command_line import build_parser, parse
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
@@ -31,7 +32,6 @@ MISTAKES = [
     # Unknown words
     ("--modle volo_d1", "--modle", "Did you mean --model?"),
     ("images --batchsize=3", "--batchsize", "Did you mean --batch-size?"),
-    ("--token_label", "Did you mean --token-label?"),
     ("--epoch 3", "Did you mean --epochs?"),  # no abbreviations
     ("images more", "'more' is one argument too many"),
     ("--recipe dmo", "'dmo'", "Did you mean demo?", "Recipes: "),
@@ -70,7 +70,7 @@ MISTAKES = [
         "Drop it, or --map-geometry centre",
     ),
     (f"{MAPS} --bce-target-threshold 0.2", "Drop it, or --token-label-data"),
-    ("--mixup 0.8", "Add --no-mix-token, or drop --mixup"),
+    ("--mixup 0.8 --mix-token", "Add --no-mix-token, or drop --mixup"),
     ("--mixup 0.8 --no-mix-token --mixup-prob 2", "--mixup-prob"),
     ("--cutmix 1 --no-mix-token --token-label", "drop --token-label"),
     ("--balance 0.5 --block-shuffle 64", "--balance", "--block-shuffle", "Drop one"),
@@ -79,6 +79,9 @@ MISTAKES = [
     ("--shard-optimizer --clip-mode agc --clip-grad 1", "Use --clip-mode norm"),
     ("--model volo_d1 --elastic --shard-optimizer", "Drop --shard-optimizer, or --elastic"),
     ("--horovod-autotune log", "HOROVOD_AUTOTUNE=1"),
+    ("--input-size 1 96 96", "3 N N"),
+    ("--model-kwargs drop_rate", "NAME=VALUE"),
+    ("--decay-epochs 5 --decay-milestones 5", "Drop one"),
 ]
 
 
@@ -197,14 +200,36 @@ def test_the_short_help_fits_on_a_screen_and_its_examples_are_read(
     pattern = r"^  (?:horovodrun -np 8 )?horovod-volo train (.*?)(?:    .*)?$"
     examples = re.findall(pattern, printed, re.MULTILINE)
     assert len(examples) == 4
+    assert "horovod_volo." not in printed
     for example in examples:
         parse(example.replace("--token-label-data", "--token-label --token-label-data").split())
 
 
+@pytest.mark.parametrize(
+    ("argv", "epochs", "width"),
+    [
+        ("--help-all", "default: chosen", "chosen"),
+        ("--epochs 7 --help-all --recipe volo_d5_512 --use-ema", "default: 30", "512"),  # a contradiction
+        ("--epochs 7 --help-all --model volo_d2", "given: 7", "224"),
+    ],
+)
+def test_the_help_shows_the_values_that_a_run_would_have(
+    argv: str, epochs: str, width: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(argv.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"epochs of warm-up and decay ({epochs})" in printed
+    assert f"evaluation images, pixels (default: {width})" in printed
+
+
 def test_a_hint_names_flags_that_there_are_for_one_that_there_is_not() -> None:
-    assert not FLAGS & hints().keys()
-    assert set(re.findall(r"--[a-z][a-z-]*", " ".join(hints().values()))) <= FLAGS
-    for spelled in ("--nproc-per-node", "--nproc_per_node", "--input-size", "-c"):  # torchrun has both
-        hint = hints()[spelled.replace("_", "-")]
-        with pytest.raises(UserError, match=re.escape(f"There is no flag {spelled}. {hint}")):
+    assert set(re.findall(r"--[a-z][a-z-]*", " ".join(HINTS.values()))) <= FLAGS
+    assert not FLAGS & set(" ".join(HINTS).split())
+    for spelled in ("--nproc-per-node", "--nproc_per_node", "--pretrained", "-c"):  # torchrun has both
+        text = hint(spelled.replace("_", "-"))
+        with pytest.raises(UserError, match=re.escape(f"There is no flag {spelled}. {text}")):
             parse(["images", spelled])
+    for other in ("-n", "--jsd", "--lr-k-decay", "--split-bn"):  # no guess, which would change something else
+        with pytest.raises(UserError, match=rf"There is no flag {other}\. docs/migration.md"):
+            parse(["images", other])

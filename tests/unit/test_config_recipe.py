@@ -147,24 +147,83 @@ def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(
 
 
 @pytest.mark.parametrize(
-    ("argv", "name", "value"),
+    ("line", "name", "value"),
     [
-        (["--apex-amp"], "precision", "fp16"),
-        (["--amp"], "precision", "fp16"),
-        (["-b", "44"], "batch_size", 44),
-        (["--learning-rate", "1e-3"], "lr", 1e-3),
-        (["--lr", "1.0e-4"], "lr", 1e-4),
-        (["--no-mix-token"], "mix_token", False),
-        (["--token-label", "images"], "data_dir", "images"),
-        (["--scale", ".2", "1"], "scale", (0.2, 1.0)),
-        (["--amp", "--precision", "bf16"], "precision", "bf16"),  # of two, the later
-        (["--plugin", "a.b,c"], "plugin", "a.b,c"),
-        (["--plugin", "a.b", "--plugin", "c"], "plugin", "a.b,c"),
+        ("--apex-amp", "precision", "fp16"),
+        ("-b 44", "batch_size", 44),
+        ("--learning-rate 1e-3", "lr", 1e-3),
+        ("--lr 1.0e-4", "lr", 1e-4),
+        ("--no-mix-token", "mix_token", False),
+        ("--token-label images", "data_dir", "images"),
+        ("--scale .2 1", "scale", (0.2, 1.0)),
+        ("--precision bf16 --amp", "precision", "bf16"),  # what is stated wins
+        ("--plugin a.b,c", "plugin", "a.b,c"),
+        ("--plugin a.b --plugin c", "plugin", "a.b,c"),
+        # Other programs' flags
+        ("--log-interval 7", "log_every", 7),
+        ("--checkpoint_hist=7", "keep_checkpoints", 7),
+        ("--model-ema-decay 0.5 --model-ema", "ema_decay", 0.5),
+        ("--model-ema", "ema_decay", 0.99992),
+        ("--amp-dtype bfloat16 --amp", "precision", "bf16"),
+        ("--sync-bn", "sync_bn", "all"),
+        ("-vb 7", "eval_batch_size", 7),
+        ("--sched-on-updates", "lr_changes", "step"),
+        ("--input-size 3 96 96", "img_size", 96),
+        ("--grad-checkpointing", "grad_checkpoint", True),
+        ("--bce-loss", "loss", "bce"),
+        ("--decay-milestones 30 60", "decay_milestones", "30,60"),
+        ("--resume", "resume", "auto"),
+        ("--data-path images", "data_dir", "images"),
+        ("--model-kwargs drop_rate=0.3 layers=(1,2)", "model_kwargs", "drop_rate=0.3 layers=(1,2)"),
+        ("--drop 0.3 --gp avg", "model_kwargs", "drop_rate=0.3 global_pool=avg"),
+        ("--mixup 0.2", "mix_token", False),
     ],
 )
-def test_short_spellings(argv: list[str], name: str, value: Any) -> None:
-    found = value_of(parse(argv).config, name)
+def test_spellings(line: str, name: str, value: Any) -> None:
+    found = value_of(parse(line.split()).config, name)
     assert (found, type(found)) == (value, type(value))
+
+
+def test_flags_without_effect_are_named_in_one_warning() -> None:
+    (warning,) = parse(["images", "--pin-mem", "--worker-seeding", "all", "--channels_last"]).config.warnings
+    assert warning.startswith("--pin-mem, --worker-seeding, --channels-last: without effect here")
+
+
+# From the README of each repository, and the page on training scripts in timm's documentation.
+PUBLISHED = """
+--data-dir /imagenet/ --model efficientnet_b2 -b 128 --sched step --epochs 450 --decay-epochs 2.4
+--decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 --weight-decay 1e-5 --drop 0.3
+--drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa rand-m9-mstd0.5 --remode pixel --reprob 0.2
+--amp --lr .016
+
+/imagenet --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp
+--token-label --token-label-size 14 --token-label-data labels
+
+/imagenet --model volo_d1 --img-size 384 -b 64 --lr 8.0e-6 --min-lr 4.0e-6 --drop-path 0.1 --epochs 30
+--apex-amp --weight-decay 1.0e-8 --warmup-epochs 5 --ground-truth --token-label --token-label-size 24
+--token-label-data labels --finetune weights
+
+/imagenet --model lvvit_s -b 256 --apex-amp --img-size 224 --drop-path 0.1 --token-label
+--token-label-data labels --token-label-size 14 --model-ema
+
+/imagenet --model lvvit_s -b 64 --apex-amp --img-size 384 --drop-path 0.1 --token-label
+--token-label-data labels --token-label-size 24 --lr 5.e-6 --min-lr 5.e-6 --weight-decay 1.e-8 --finetune w
+
+/dataset --model lvvit_s -b 64 --apex-amp --img-size 224 --drop-path 0.1 --token-label --token-label-size 14
+--dense-weight 0.0 --num-classes 10 --finetune w
+
+--data-dir /imagenet --model seresnet34 --sched cosine --epochs 150 --warmup-epochs 5 --lr 0.4 --reprob 0.5
+--remode pixel --batch-size 256 --amp -j 4
+
+--data-dir /imagenet --model resnext50_32x4d --lr 0.6 --warmup-epochs 5 --epochs 240 --weight-decay 1e-4
+--sched cosine --reprob 0.4 --recount 3 --remode pixel --aa rand-m7-mstd0.5-inc1 -b 192 -j 6 --amp
+--dist-bn reduce
+"""
+
+
+@pytest.mark.parametrize("line", PUBLISHED.split("\n\n"))
+def test_a_published_command_line_is_parsed(line: str) -> None:
+    parse(line.split())
 
 
 def test_a_whole_number_in_a_recipe_will_do_for_a_float(tmp_path: Path) -> None:

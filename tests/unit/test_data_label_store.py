@@ -99,7 +99,7 @@ def test_stores_of_earlier_versions_are_read_where_keys_are_unique(tmp_path, dig
     assert all((store.read(index)[0] == scores[index]).all() for index in range(len(catalog)))
     with_another = catalog_of(tmp_path, "b/3.jpg")
     with pytest.raises(
-        UserError, match=r"b/3\.jpg and b/3\.png in .* same label map, .* tools/labels generate"
+        UserError, match=r"b/3\.jpg and b/3\.png in .* same label map, .* horovod-volo labels generate"
     ):
         LabelStore(tmp_path / "s", with_another, None)
 

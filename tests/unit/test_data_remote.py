@@ -223,11 +223,11 @@ def test_what_is_wrong_with_a_server_is_said(server: FolderServer, tmp_path: Pat
         remote(server)
     server.answers_ranges = True
     (server.folder / "train" / "images.catalog").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"images\.catalog is damaged, .*tools/pack"):
+    with pytest.raises(UserError, match=r"images\.catalog is damaged, .*horovod-volo pack"):
         remote(server)
     (server.folder / "train" / "images.catalog").unlink()
     with pytest.raises(
-        UserError, match=r"no list of shards: .*train/images.catalog .*404.*`tools/pack` writes"
+        UserError, match=r"no list of shards: .*train/images.catalog .*404.*`horovod-volo pack` writes"
     ):
         remote(server)
     with pytest.raises(UserError, match=r"Connection refused.*--resume auto"):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,13 @@ from coded_images import smooth, train_loader, write_images
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.sampler import balanced_order, draws_of_classes, epoch_order, rank_indices
+from horovod_volo.data.sampler import (
+    balanced_order,
+    draws_of_classes,
+    epoch_order,
+    rank_indices,
+    repeated_order,
+)
 
 SHUFFLES = [(1000, 0, 1), (1000, 10, 4), (1003, 10, 4), (7, 10, 2), (1, 1, 1)]
 
@@ -110,6 +117,19 @@ def test_an_epoch_has_the_planned_draws(balance: float) -> None:
     assert places.std() > IMAGES / 5  # not in one place
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_repeats_of_an_image_are_in_one_step_and_an_epoch_stays_as_long(ranks: int) -> None:
+    order = epoch_order(3, 4, 14)
+    numbers = repeated_order(order, 3)
+    assert (numbers % 14).tolist() == np.repeat(order, 3)[:14].tolist()
+    assert (numbers // 14).tolist() == [0, 1, 2] * 4 + [0, 1]
+    settings: dict[str, int] = {"size": ranks, "global_batch": 6, "accumulation": 1}
+    for rank in range(ranks):
+        (part,) = rank_indices(numbers, 1, rank=rank, **settings)
+        assert part.tolist() == numbers[6:12][rank::ranks].tolist()
+        assert ranks < 3 or len(set(part % 14)) == len(part)  # copies are on different ranks
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return images of two classes, 2 and 14 of them."""
@@ -120,31 +140,36 @@ def folder(tmp_path: Path) -> Path:
 
 
 def batches_of(
-    folder: Path, first_step: int = 0, *, rank: int = 0, size: int = 1, epoch: int = 1
+    folder: Path, settings: Data, first_step: int = 0, *, rank: int = 0, size: int = 1
 ) -> list[TrainBatch]:
     catalog = build_catalog(str(folder), "train", None)
     with closing(
-        train_loader(catalog, Data(batch_size=8 // size, balance=1.0), rank=rank, size=size)
+        train_loader(catalog, replace(settings, batch_size=8 // size), rank=rank, size=size)
     ) as loader:
-        return list(loader.batches(epoch, first_step))
+        return list(loader.batches(1, first_step))
 
 
-def test_ranks_and_restarts_see_the_same_draws_each_augmented_differently(folder: Path) -> None:
-    alone = batches_of(folder)
+@pytest.mark.parametrize("settings", [Data(balance=1.0), Data(aug_repeats=4)])
+def test_ranks_and_restarts_see_the_same_draws_each_augmented_differently(
+    folder: Path, settings: Data
+) -> None:
+    alone = batches_of(folder, settings)
     pixels = {
         number: image
         for batch in alone
         for number, image in zip(batch.drawn.tolist(), batch.images, strict=True)
     }
     assert len(pixels) == 16
-    assert Counter(number % 16 // 2 > 0 for number in pixels) == {False: 8, True: 8}
-    copies = [pixels[number] for number in pixels if number % 16 == 0]
+    if settings.balance:
+        assert Counter(number % 16 // 2 > 0 for number in pixels) == {False: 8, True: 8}
+    first = 0 if settings.balance else alone[0].indices[0]
+    copies = [pixels[number] for number in pixels if number % 16 == first]
     assert len(copies) == 4
     assert not any(torch.equal(copies[0], other) for other in copies[1:])
-    (resumed,) = batches_of(folder, 1)
+    (resumed,) = batches_of(folder, settings, 1)
     assert torch.equal(resumed.images, alone[1].images)
     for rank in range(2):
-        for whole, part in zip(alone, batches_of(folder, rank=rank, size=2), strict=True):
+        for whole, part in zip(alone, batches_of(folder, settings, rank=rank, size=2), strict=True):
             assert (part.drawn == whole.drawn[rank::2]).all()
             assert torch.equal(part.images, whole.images[rank::2])
             assert (part.indices == part.drawn % 16).all()

@@ -102,22 +102,30 @@ def test_mean_std_and_crop_travel_with_the_weights(start: Start, tmp_path: Path)
     assert any("trained with --mean 0.5 0.4 0.3" in text for text in warnings), warnings
 
 
-def test_a_balanced_run_resumes_its_plan(start: Start) -> None:
-    context, warnings = start(balance=1.0, stop_at_step=2)
+@pytest.mark.parametrize("plan", [{"balance": 1.0}, {"aug_repeats": 3}], ids=str)
+def test_a_run_that_draws_images_again_resumes_its_plan(start: Start, plan: dict[str, Any]) -> None:
+    context, warnings = start(**plan, stop_at_step=2)
     assert not any("no effect" in text for text in warnings)
     context.callbacks = Callbacks(standard_callbacks(), context.stop)
     context.callbacks.started(context)
     assert not loop.fit(context)
-    again, _ = start(resume="auto", balance=1.0, stop_at_step=2)
+    again, _ = start(resume="auto", **plan, stop_at_step=2)
     assert not loop.fit(again)  # a run that resumes at the step to stop at stops
     assert again.state.step == 2
-    with pytest.raises(AllRanksError, match=r"has balance 1\.0, this run has 0\.0"):
+    ((name, value),) = plan.items()
+    with pytest.raises(AllRanksError, match=rf"has {name} {value}, this run has 0"):
         start(resume="auto")
-    context, _ = start(resume="auto", balance=1.0)
+    context, _ = start(resume="auto", **plan)
     context.callbacks = Callbacks(standard_callbacks(), context.stop)
     context.callbacks.started(context)
     assert loop.fit(context)
-    with pytest.raises(UserError, match="with --balance, images are drawn several times"):
+    whole, _ = start(name="whole", **plan)
+    assert loop.fit(whole)
+    for resumed, other in zip(
+        context.state.replicated_tensors(), whole.state.replicated_tensors(), strict=True
+    ):
+        assert torch.equal(resumed, other)
+    with pytest.raises(UserError, match="with --balance or --aug-repeats, images are drawn several times"):
         check_ledger(context.folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -162,3 +163,20 @@ def test_mistakes_name_the_nearest() -> None:
 @pytest.mark.parametrize(("name", "crop"), [("volo_d1", 0.96), ("volo_d3", 0.96), ("volo_d5", 1.15)])
 def test_evaluation_crops_as_published(name: str, crop: float) -> None:
     assert spec_of(name).crop_pct == crop
+
+
+def test_arguments_of_the_constructor_and_the_scale_of_the_heads() -> None:
+    sizes: dict[str, Any] = {"img_size": 32, "num_classes": 5, "drop_path": 0.0}
+    weights = []
+    for scale in (1.0, 0.25):
+        torch.manual_seed(0)
+        weights.append(build_model("volo_demo", **sizes, head_init_scale=scale).state_dict())
+    for name, weight in weights[0].items():
+        factor = 0.25 if name.startswith(("head.", "aux_head.")) else 1.0
+        assert torch.equal(weights[1][name], weight * factor)
+    wider = build_model("volo_demo", **sizes, model_kwargs="mlp_ratio=4.0 layers=(1,2,1,1)")
+    assert wider.network[2][1].mlp.fc1.out_features == 4 * 96
+    assert build_model("resnet18", **sizes, model_kwargs="drop_rate=0.3").drop_rate == 0.3
+    for name, wrong in (("volo_demo", "drop_rate"), ("resnet18", "depth"), ("lvvit_t", "layer")):
+        with pytest.raises(UserError, match=wrong):
+            build_model(name, **sizes, model_kwargs=f"{wrong}=1")

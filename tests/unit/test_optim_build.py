@@ -17,7 +17,14 @@ import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, layer_numbers
 from horovod_volo.models.volo import Volo
-from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, set_lr, state_tensors
+from horovod_volo.optim.build import (
+    OPTIMIZERS,
+    build_optimizer,
+    check_optimizer,
+    parameter_groups,
+    set_lr,
+    state_tensors,
+)
 
 timm_optim = pytest.importorskip("timm.optim")
 param_groups_weight_decay = timm_optim.param_groups_weight_decay
@@ -114,6 +121,18 @@ def test_steps_equal_timms_and_torchs(name: str, model: Volo) -> None:
         torch.testing.assert_close(
             found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
         )
+
+
+def test_betas_and_eps_are_those_of_the_settings(model: Volo, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "apex", "apex.optimizers", "amp_C")
+    constants: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-3}
+    for name in ("adamw", "lamb", "muon", "fusedadam", "fusedlamb"):
+        optimizer = build_optimizer(name, groups(model), momentum=0.9, **constants)
+        group = getattr(optimizer, "_adamw", optimizer).param_groups[0]  # of Muon
+        assert {key: group[key] for key in constants} == constants
+    for name in ("lars", "sgd"):
+        with pytest.raises(UserError, match=f"--opt {name} has no eps. Drop --opt-eps, or use --opt adamw"):
+            check_optimizer(name, sharded=False, eps=1e-3)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd", "muon"])

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, PolynomialLR
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.cluster.buckets import Bucket, build_gradient_buckets
-from horovod_volo.config.update_settings import Exchange, Update
+from horovod_volo.config.update_settings import Exchange, Update, milestones
 from horovod_volo.optim.build import build_optimizer, set_lr
 from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.ema import Ema
@@ -143,6 +143,8 @@ def test_step_is_torchs_with_milestones_in_epochs() -> None:
     settings = Update(sched="step", epochs=20, decay_milestones="5, 15", decay_rate=0.3)
     expected = rates_of(MultiStepLR, milestones=[10, 30], gamma=0.3)  # two steps in an epoch
     assert our_rates(settings, floor=0.0)[:STEPS] == pytest.approx(expected[:STEPS])
+    every = [round(20 * point, 9) for point in milestones(Update(epochs=20, decay_epochs=2.4))]
+    assert every == [2.4, 4.8, 7.2, 9.6, 12.0, 14.4, 16.8, 19.2]
 
 
 timm_utils = pytest.importorskip("timm.utils")

@@ -30,9 +30,8 @@ from horovod_volo.models.weights import AUX_HEAD
 from horovod_volo.models.weights_header import statistics_of_run
 
 _OF_THE_MODEL = "of the model"
-_FLAGS = {
-    name: "--" + name.replace("_", "-") for name in ("model", "freeze", "image_decoder", "seed", "ema_warmup")
-}
+_NAMES = ("model", "model_kwargs", "freeze", "image_decoder", "seed", "aug_repeats", "ema_warmup")
+_FLAGS = {name: "--" + name.replace("_", "-") for name in _NAMES}
 
 
 def checkpoint_to_resume(config: Config, world: World, task: Task, train: Samples) -> Path | None:
@@ -117,6 +116,8 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
         "image_list": train.digest[:12],
         "block_shuffle": config.data.block_shuffle,
         "balance": config.data.balance,
+        "aug_repeats": config.data.aug_repeats,
+        "model_kwargs": config.model.model_kwargs,
         "shuffle_window": config.data.shuffle_window,
         "global_batch": derived.global_batch,
         "image_decoder": image_decoder(config.data.image_decoder).name,
@@ -148,6 +149,8 @@ def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
         "image_decoder": "dali",
         "mean and std": _OF_THE_MODEL,
         "balance": 0.0,
+        "aug_repeats": 0,
+        "model_kwargs": "",
         "freeze": "",
     }
     saved = earlier | {"aux_head": current.get("aux_head")} | saved
