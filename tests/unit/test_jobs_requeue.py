@@ -44,11 +44,12 @@ def ended(folder: Path, job: str, mpirun: str, **variables: str) -> subprocess.C
 
 
 @pytest.mark.parametrize("job", ["pretrain demo", "elastic demo 8 1", "coarse_to_fine demo demo"])
-@pytest.mark.parametrize(("step", "requeued"), [(4, True), (5, False)])
+@pytest.mark.parametrize(("step", "requeued", "status"), [(4, True, 75), (4, True, 137), (5, False, 75)])
 def test_a_job_is_requeued_unless_its_run_reached_the_step_of_stop_at_step(
-    tmp_path: Path, step: int, requeued: bool, job: str
+    tmp_path: Path, step: int, requeued: bool, status: int, job: str
 ) -> None:
-    done = ended(tmp_path, job, f'echo "{last_line(step)}"; exit 75')
+    """With srun the status may be that of a rank that was killed when the first one had exited."""
+    done = ended(tmp_path, job, f'echo "{last_line(step)}"; exit {status}')
     assert done.returncode == 75, done.stdout
     assert last_line(step) in done.stdout
     assert ("scontrol requeue 7" in done.stdout) == requeued, done.stdout
@@ -70,6 +71,15 @@ def test_a_job_that_fails_is_not_requeued(
     assert done.returncode == status, done.stdout
     assert message in done.stdout
     assert "requeue" not in done.stdout
+
+
+def test_a_job_without_pytorch_says_what_to_set(tmp_path: Path) -> None:
+    (tmp_path / "nothing").touch()
+    (tmp_path / "python").symlink_to("/bin/false")
+    done = ended(tmp_path, "pretrain demo", "", ACTIVATE_FILE=str(tmp_path / "nothing"))
+    assert done.returncode == 2
+    message = f"error: {tmp_path}/python has no PyTorch: set ACTIVATE_FILE in jobs/env.sh\n"
+    assert done.stdout == message
 
 
 def test_an_elastic_job_whose_nodes_are_lost_is_requeued(tmp_path: Path) -> None:
