@@ -2,7 +2,7 @@
 
     python -m horovod_volo.doctor
     horovodrun -np 8 python -m horovod_volo.doctor --shared /path/to/runs
-    mpirun -np 2 -bind-to none -map-by slot python -m horovod_volo.doctor --json -
+    mpirun --np 2 --bind-to none --map-by slot python -m horovod_volo.doctor --json -
     python -m horovod_volo.doctor --ledger runs/volo_d1
 
 Start it with the launcher and flags of training. Rank 0 prints one report for all ranks. Exit status: 0 no
