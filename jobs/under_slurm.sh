@@ -104,7 +104,9 @@ launch_training() {
     outcome=0
     wait "$reader" || outcome=$?
     # srun returns the highest status, which may be that of a rank that it killed when another one had exited.
-    ((status == 0 || (outcome != SAVED && outcome != STEP_REACHED))) || status=$STOPPED
+    if [[ $LAUNCHER == srun ]] && ((status && (outcome == SAVED || outcome == STEP_REACHED))); then
+        return "$STOPPED"
+    fi
     return "$status"
 }
 

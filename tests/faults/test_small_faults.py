@@ -85,7 +85,7 @@ def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
     with started(["jobs/block_signals", "USR1", *command]) as process:
         limit = time.monotonic() + 90
         line = Path(f"/proc/{process.pid}/cmdline")
-        wait_until(lambda: b"block_signals" not in line.read_bytes(), 20, "the trainer")
+        wait_until(lambda: line.read_bytes().startswith(command[0].encode()), 20, "the trainer")
         while process.poll() is None and time.monotonic() < limit:
             process.send_signal(signal.SIGUSR1)
             time.sleep(0.02)
