@@ -26,6 +26,8 @@ refuse() {
     exit "$MISTAKE"
 }
 
+[[ $LAUNCHER == mpirun || $LAUNCHER == srun ]] || refuse "LAUNCHER must be mpirun or srun, not $LAUNCHER."
+
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 echo "commit $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown), job $SLURM_JOB_ID, start" \
     "$((${SLURM_RESTART_COUNT:-0} + 1)), $SLURM_NTASKS ranks on ${nodes[*]}"
