@@ -63,7 +63,10 @@ trap request_stop USR1 TERM INT HUP
 run() {
     trap '' USR1 TERM INT HUP
     # In a new session, so that Ctrl-C does not reach it.
-    setsid env -i --default-signal "${exported[@]}" "${command[@]}" 2>&1 |
+    (
+        trap - USR1 TERM INT HUP
+        exec setsid env -i "${exported[@]}" "${command[@]}"
+    ) 2>&1 |
         awk -v stopped="$STOPPED" '{ print; fflush() }
             /^\[[0-9]+\]<stdout>:stopped at step [0-9]+ and saved/ { status = stopped }
             END { exit status }'

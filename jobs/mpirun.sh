@@ -19,11 +19,11 @@ for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|(NCCL|HOROVOD)_.*)$')
 done
 command=(
     # With its full path, other hosts use the Open MPI in the same folder.
-    "$(command -v mpirun)" -np "$ranks" -H "$HOSTS"
+    "$(command -v mpirun)" --np "$ranks" -H "$HOSTS"
     # This host starts all others. As a tree, all hosts would need this key to reach each other.
-    -mca plm_rsh_no_tree_spawn 1
-    -mca plm_rsh_args "-o BatchMode=yes${SSH_PORT:+ -p $SSH_PORT}${SSH_KEY:+ -i $SSH_KEY}"
-    -bind-to none -map-by slot # ranks bind themselves: --binding
+    --mca plm_rsh_no_tree_spawn 1
+    --mca plm_rsh_args "-o BatchMode=yes${SSH_PORT:+ -p $SSH_PORT}${SSH_KEY:+ -i $SSH_KEY}"
+    --bind-to none --map-by slot # ranks bind themselves: --binding
     "${transport[@]}" "${exported[@]}" "${trainer[@]}"
 )
 
@@ -38,7 +38,11 @@ request_stop() {
 }
 trap request_stop USR1 TERM INT HUP
 
-# In a new session, so that Ctrl-C reaches it only through this script.
-setsid env --ignore-signal=USR1 "${command[@]}" &
+# In a new session, so that Ctrl-C reaches it only through this script. mpirun begins with SIGUSR1 ignored,
+# because one that arrives early would end it.
+(
+    trap '' USR1
+    exec setsid "${command[@]}"
+) &
 child=$!
 wait_for_child

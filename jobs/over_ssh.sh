@@ -8,11 +8,7 @@ MISTAKE=2
 STOPPED=75
 SIGNAL_INTERVAL_SECONDS=5
 
-source jobs/env.sh
-set +u # the scripts of modules and conda use unset variables
-# shellcheck source=/dev/null
-source "$ACTIVATE_FILE"
-set -u
+source jobs/activate.sh
 
 if ! [[ ${HOSTS:-} =~ ^[^:,]+:[0-9]+(,[^:,]+:[0-9]+)*$ ]] || (($# == 0)) || [[ $1 == -* ]]; then
     echo "usage: HOSTS=node1:8,node2:8 $0 RECIPE [flags of the trainer]" >&2
@@ -26,7 +22,7 @@ echo "commit $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown), $rank
 
 mark=job=$(uname -n)-$$ # identifies the ranks of this job; Python ignores it
 trainer=(
-    env --block-signal=USR1 # a signal that arrives early is delivered when the rank listens for it
+    jobs/block_signals USR1 # a signal that arrives early is delivered when the rank listens for it
     python -X "$mark" -m horovod_volo.train "$DATA_DIR" --output "$OUTPUT_DIR" --resume auto
     ${TOKEN_LABELS:+--token-label-data "$TOKEN_LABELS"} --recipe "$@"
 )

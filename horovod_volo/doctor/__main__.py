@@ -2,7 +2,7 @@
 
     horovod-volo doctor
     horovodrun -np 8 horovod-volo doctor --shared /path/to/runs
-    mpirun -np 2 -bind-to none -map-by slot horovod-volo doctor --json -
+    mpirun --np 2 --bind-to none --map-by slot horovod-volo doctor --json -
     horovod-volo doctor --ledger runs/volo_d1
 
 Start it with the launcher and flags of training. Rank 0 prints one report for all ranks. Exit status: 0 no

@@ -166,7 +166,7 @@ def assess_allreduce(
     least = _MIN_FRACTION_OF_LINE * line_megabits * 1e6 / 8 or _MIN_BYTES_PER_SECOND
     longest = _MAX_SECONDS + _MAX_CYCLES * float(os.environ.get("HOROVOD_CYCLE_TIME", "1")) / 1000
     if bandwidth < least:
-        remedy = "Name the fast interface: horovodrun --network-interface NAME, or mpirun -mca "
+        remedy = "Name the fast interface: horovodrun --network-interface NAME, or mpirun --mca "
         remedy += "btl_tcp_if_include NAME. Check that no other jobs run on these hosts."
         yield warning(f"{measured}: at least {least / 1e6:.0f} MB/s were expected", remedy)
     if latency > longest:

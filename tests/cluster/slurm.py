@@ -38,15 +38,22 @@ SchedulerType=sched/builtin
 SchedulerParameters=batch_sched_delay=1,sched_interval=1
 ReturnToService=2
 MpiDefault=none
-KillWait=5
+KillWait=15
 SlurmctldPort={port}
 StateSaveLocation={folder}/state
+TmpFS={folder}/tmp_%n
 SlurmdSpoolDir={folder}/spool_%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd_%n.pid
+GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=all Nodes=ALL Default=YES State=UP
+PartitionName=all Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=2 PreemptMode=OFF
 """
+# Two devices of each node stand in for GPUs: Slurm shows their numbers to ranks, which do not open them.
+GRES_CONF = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 # slurmd does not start without control groups, although these jobs use none; a chroot may lack them.
 CONTROL_GROUPS = """mountpoint -q /sys/fs/cgroup || {
     mount -t tmpfs none /sys/fs/cgroup
@@ -54,7 +61,9 @@ CONTROL_GROUPS = """mountpoint -q /sys/fs/cgroup || {
     mount -t cgroup -o none,name=systemd none /sys/fs/cgroup/systemd
 }"""
 UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SIGNALING", "REQUEUED")
-NODE_LINE = "NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000"
+NODE_LINE = (
+    "NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000 Gres=gpu:2"
+)
 
 
 class Slurm:
@@ -73,7 +82,7 @@ class Slurm:
 
     def start(self) -> None:
         """Start all daemons and wait until all nodes are idle."""
-        for name in ("munge", "state"):
+        for name in ("munge", "state", *(f"tmp_{node}" for node in NODES)):
             (self.folder / name).mkdir()
         own, *ports = free_ports(1 + len(NODES))
         lines = "\n".join(
@@ -81,6 +90,7 @@ class Slurm:
         )
         text = SLURM_CONF.format(folder=self.folder, port=own, nodes=lines)
         (self.folder / "slurm.conf").write_text(text, encoding="utf-8")
+        (self.folder / "gres.conf").write_text(GRES_CONF, encoding="utf-8")
         self._start_munge()
         self._run("slurmctld", "slurmctld", "-D", "-i")
         for node in NODES:
@@ -152,8 +162,8 @@ class Slurm:
     def submit(self, folder: Path, *arguments: str, nodes: int) -> SlurmJob:
         """Submit a job with one task per node; its output is written to `folder`."""
         output = folder / "job.txt"
-        size = (f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={output}")
-        done = self.call("sbatch", "--parsable", *size, *arguments)
+        size = (f"--nodes={nodes}", "--ntasks-per-node=1", "--gpus-per-node=2")
+        done = self.call("sbatch", "--parsable", *size, f"--output={output}", *arguments)
         assert done.returncode == 0, done.stdout
         return SlurmJob(self, done.stdout.strip(), output)
 

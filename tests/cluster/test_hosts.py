@@ -24,7 +24,7 @@ EPOCHS, STEPS = ("--epochs", "8"), 40  # 5 steps per epoch
 FEW_EPOCHS, FEW_STEPS = ("--epochs", "2"), 10
 OFTEN = ("--log-every", "1", "--checkpoint-every", "1", "--keep-checkpoints", "3")
 # Without these flags Open MPI detects a lost connection only after minutes.
-SOON = " ".join(f"-mca oob_tcp_keepalive_{name}" for name in ("time 2", "intvl 1", "probes 3"))
+SOON = " ".join(f"--mca oob_tcp_keepalive_{name}" for name in ("time 2", "intvl 1", "probes 3"))
 PATIENCE_SECONDS = 120
 GLOO_SECONDS = 20  # also the time that ranks wait for each other at the start, on a busy machine
 ENDED_SECONDS = 2 * GLOO_SECONDS + 18  # and the end of all processes
@@ -68,7 +68,7 @@ def site(net: EmulatedNetwork, images: Path, output: Path) -> dict[str, str]:
         "OUTPUT_DIR": str(output),
         "NETWORK_INTERFACE": INTERFACE,
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_SECONDS),
-        "MPI_FLAGS": f"-mca pml ob1 -mca btl ^openib {SOON}",
+        "MPI_FLAGS": f"--mca pml ob1 --mca btl ^openib {SOON}",
     }
 
 

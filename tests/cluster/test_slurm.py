@@ -33,7 +33,8 @@ def images(demo_images: Callable[[int, int], Path]) -> Path:
 @pytest.fixture
 def slurm(one_slurm: Slurm, images: Path, tmp_path: Path) -> Iterator[Slurm]:
     """Return the cluster without jobs; jobs/env.sh finds this test's folders."""
-    one_slurm.environment |= {"DATA_DIR": str(images), "OUTPUT_DIR": str(tmp_path / "runs")}
+    site = {"DATA_DIR": str(images), "OUTPUT_DIR": str(tmp_path / "runs"), "LAUNCHER": "mpirun"}
+    one_slurm.environment |= site
     yield one_slurm
     one_slurm.cancel_all()
 
@@ -71,12 +72,50 @@ def test_a_recipe_trains_over_both_nodes_and_is_fine_tuned(slurm, tmp_path, imag
 
 
 def test_the_smoke_job_passes(slurm, tmp_path):
-    command = ("sbatch", "-W", "--ntasks-per-node=1", f"--output={tmp_path}/job.txt", "jobs/smoke.sbatch")
-    done = slurm.call(*command, "--img-size", "32", seconds=240)
+    size = ("--ntasks-per-node=1", "--gpus-per-node=2", f"--output={tmp_path}/job.txt")
+    done = slurm.call("sbatch", "-W", *size, "jobs/smoke.sbatch", "--img-size", "32", seconds=240)
     text = (tmp_path / "job.txt").read_text(encoding="utf-8")
     assert done.returncode == 0, text
     assert text.endswith("passed: 2 ranks on n1 n2 have trained, stopped and resumed\n")
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_every_rank_sees_all_gpus_of_its_node(slurm, tmp_path, launcher):
+    """With --gpus-per-task, or without a request, mpirun's ranks on the second node see one GPU or none."""
+    slurm.environment["LAUNCHER"] = launcher
+    script = r"""#!/usr/bin/env bash
+        source jobs/under_slurm.sh
+        ranks 2
+        "${starter[@]}" bash -c 'echo "rank on $(uname -n) sees $CUDA_VISIBLE_DEVICES"'"""
+    (tmp_path / "show").write_text(script)
+    job = slurm.submit(tmp_path, str(tmp_path / "show"), nodes=2)
+    job.wait_for_end("COMPLETED")
+    seen = re.findall("rank on (.*)", job.text())
+    assert sorted(seen) == ["n1 sees 0,1", "n2 sees 0,1"], job.text()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ended_by"),
+    [("mpirun", "preemption"), ("mpirun", "scancel"), ("srun", "scontrol requeue"), ("srun", "preemption")],
+)
+def test_a_job_that_slurm_ends_saves_after_the_step(slurm, tmp_path, launcher, ended_by):
+    """Slurm sends SIGTERM to the ranks, without a grace period also to launcher and script."""
+    slurm.environment["LAUNCHER"] = launcher
+    flags = (*SMALL, "--epochs", "90", "--batch-size", "1")
+    job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)
+    job.wait_for_output(STEP, times=2)
+    if ended_by == "preemption":
+        slurm.call("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=sleep 1")
+    else:
+        slurm.call(*ended_by.split(), job.number)
+    job.wait_for_output(r"^SIGTERM on rank \d(.|\n)*^stopped at step \d+ and saved")
+    if ended_by == "scancel":
+        job.wait_for_end("CANCELLED")
+    else:
+        job.wait_for_output(r"start 2, 2 ranks(.|\n)*^step \d+/")
+        assert_resumed_where_it_stopped(log_of(tmp_path), 1)
+    assert job.text().count("and is requeued") == (ended_by == "preemption")
 
 
 @pytest.mark.soak

@@ -82,9 +82,10 @@ def test_a_stop_signal_to_one_rank_stops_all_at_the_end_of_the_step(images, tmp_
 def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
     command = training(images, tmp_path, "--log-every", "2", plain=True)
     # As the scripts in jobs/ start ranks.
-    with started(["env", "--block-signal=USR1", *command]) as process:
+    with started(["jobs/block_signals", "USR1", *command]) as process:
         limit = time.monotonic() + 90
-        time.sleep(0.05)  # env has blocked the signal, and Python has not started
+        line = Path(f"/proc/{process.pid}/cmdline")
+        wait_until(lambda: line.read_bytes().startswith(command[0].encode()), 20, "the trainer")
         while process.poll() is None and time.monotonic() < limit:
             process.send_signal(signal.SIGUSR1)
             time.sleep(0.02)

@@ -19,7 +19,7 @@ from tests.documents import ROOT, commands_in, text_of
 CLUSTER_TESTS = "".join(file.read_text() for file in sorted((ROOT / "tests/cluster").glob("test_*.py")))
 SCRIPT = re.compile(r"jobs/[\w.]+\.(?:sbatch|sh)")
 MARK = "# on the cluster"
-SOURCED = ("env.sh", "over_ssh.sh", "under_slurm.sh")
+SOURCED = ("activate.sh", "env.sh", "over_ssh.sh", "under_slurm.sh")
 COMMANDS = [command for command in commands_in(text_of("docs/cluster.md")) if MARK not in command]
 TRAINING = re.compile(r"jobs/(pretrain|finetune|coarse_to_fine|elastic|horovodrun|mpirun)\.")
 TRAINING_COMMANDS = [command for command in COMMANDS if TRAINING.search(command)] + [

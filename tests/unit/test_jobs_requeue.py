@@ -26,8 +26,9 @@ def last_line(step: int) -> str:
 
 
 def ended(folder: Path, job: str, mpirun: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a job whose mpirun is this script."""
-    for name, line in {"scontrol": 'echo "scontrol $*"', "mpirun": mpirun, "srun": "exit 1"}.items():
+    """Run a job whose mpirun, or srun, is this script."""
+    srun = mpirun if "LAUNCHER" in variables else "exit 1"
+    for name, line in {"scontrol": 'echo "scontrol $*"', "mpirun": mpirun, "srun": srun}.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)
     folders = {"SLURM_SUBMIT_DIR": str(CHECKOUT), "OUTPUT_DIR": str(folder), "ACTIVATE_FILE": "/dev/null"}
@@ -55,21 +56,29 @@ def test_a_job_is_requeued_unless_its_run_reached_the_step_of_stop_at_step(
 
 
 @pytest.mark.parametrize(
-    ("mpirun", "submitted_in", "status", "message"),
+    ("mpirun", "variables", "status", "message"),
     [
         # As mpirun sometimes does when a node is lost.
-        ("exit 0", str(CHECKOUT), 205, "error: mpirun ended before training was finished"),
-        ("exit 1", str(CHECKOUT), 1, ""),
-        ("", "/tmp", 2, "error: sbatch this in the folder of the checkout, not in /tmp"),
+        ("exit 0", {}, 205, "error: mpirun ended before training was finished"),
+        ("exit 1", {}, 1, ""),
+        ("", {"SLURM_SUBMIT_DIR": "/tmp"}, 2, "sbatch this in the folder of the checkout, not in /tmp"),
+        # A file that activates nothing.
+        ("", {"ACTIVATE_FILE": "jobs/env.sh"}, 2, "has no PyTorch: set ACTIVATE_FILE in jobs/env.sh\n"),
     ],
 )
 def test_a_job_that_fails_is_not_requeued(
-    tmp_path: Path, mpirun: str, submitted_in: str, status: int, message: str
+    tmp_path: Path, mpirun: str, variables: dict[str, str], status: int, message: str
 ) -> None:
-    done = ended(tmp_path, "pretrain demo", mpirun, SLURM_SUBMIT_DIR=submitted_in)
+    done = ended(tmp_path, "pretrain demo", mpirun, **variables)
     assert done.returncode == status, done.stdout
     assert message in done.stdout
     assert "requeue" not in done.stdout
+
+
+def test_a_job_of_srun_that_saved_is_requeued_although_srun_killed_a_rank(tmp_path: Path) -> None:
+    done = ended(tmp_path, "pretrain demo", f'echo "{last_line(4)}"; exit 137', LAUNCHER="srun")
+    assert done.returncode == 75, done.stdout
+    assert "scontrol requeue 7" in done.stdout
 
 
 def test_an_elastic_job_whose_nodes_are_lost_is_requeued(tmp_path: Path) -> None:
