@@ -9,7 +9,8 @@
 # same system.
 set -euo pipefail
 python=${PYTHON:-python3}
-compiler=${CXX:-g++} # conda's has another name, which is in CXX
+export CXX=${CXX:-g++} # conda's compiler has another name, which CXX has
+read -ra compiler <<<"$CXX"
 version=0.28.1
 newest_tried=2.15    # of PyTorch: docs/install.md, setup.cfg
 changes=2            # raise it with each change of Horovod's source below, so that no earlier wheel is reused
@@ -52,8 +53,8 @@ headers = pathlib.Path(torch.__file__).parent / "include"
 print(sys.implementation.cache_tag, torch.__version__, torch.version.cuda or "none", headers)') \
     || fail "No PyTorch in $python. Install it there, or set PYTHON to the interpreter that has it."
 if [ "$(printf '%s\n' "$newest_tried.999" "$torch" | sort -V | tail -1)" = "$torch" ]; then
-    echo "PyTorch $torch is newer than $newest_tried, the newest that was tried. In a checkout, this command tries" \
-        "it: ./tools/try_torch ${torch%+*}" >&2
+    echo "PyTorch $torch is newer than $newest_tried, the newest that was tried. To try it, in a checkout:" \
+        "./tools/try_torch ${torch%+*} FOLDER" >&2
 fi
 
 if [ -z "$gpu" ] && nvidia-smi -L >/dev/null 2>&1; then
@@ -78,7 +79,7 @@ else
     [ -n "$mpi" ] || fail "No mpirun found. Install Open MPI or load its module, or build without MPI: --without-mpi"
 fi
 
-for program in "$compiler" make cmake; do
+for program in "${compiler[0]}" make cmake; do
     command -v "$program" >/dev/null || fail "No $program found, which builds Horovod. Install it, or load its module."
 done
 
@@ -86,14 +87,14 @@ done
 # extensions as C++20 long before its headers refused C++17, and demanding that would refuse older compilers.
 cxx_standard='' refusals=''
 for standard in 17 20 23; do
-    if refusal=$("$compiler" "-std=c++$standard" -E -I "$headers" -x c++ "$headers/ATen/ATen.h" 2>&1 >/dev/null); then
+    if refusal=$("${compiler[@]}" "-std=c++$standard" -E -I "$headers" -x c++ "$headers/ATen/ATen.h" 2>&1 >/dev/null); then
         cxx_standard=$standard
         break
     fi
     refusals+=$refusal$'\n'
 done
 [ -n "$cxx_standard" ] || fail "$(grep -m 1 error <<<"$refusals")" \
-    "The compiler, $("$compiler" --version | head -1), is too old for PyTorch $torch. GCC has C++17 since version 8" \
+    "The compiler, $("${compiler[@]}" --version | head -1), is too old for PyTorch $torch. GCC has C++17 since version 8" \
     "and C++20 since version 11. Install a newer one or load its module, and name it: CXX=g++-12"
 
 # If this is empty, Horovod uses the flags of this machine's processor.
