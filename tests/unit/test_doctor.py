@@ -214,7 +214,6 @@ def test_the_build_of_horovod_names_what_is_missing(built, flags, status, messag
     assert message in done.stderr
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch's CPU build needs no other flag")
 def test_a_compiler_that_is_too_old_for_pytorch_is_named(tmp_path: Path) -> None:
     compiler = tmp_path / "old"
     compiler.write_text('#!/bin/sh\nexec g++ "$@" -std=c++14\n')
