@@ -34,7 +34,10 @@ while [ $# -gt 0 ]; do
         --install) install=yes ;;
         --nccl) gpu=nccl ;;
         --cpu) gpu=none ;;
-        --cc) architectures=${2:-none} && shift ;;
+        --cc)
+            architectures=${2:-none}
+            [ $# -eq 1 ] || shift
+            ;;
         --cc=*) architectures=${1#*=} ;;
         --without-mpi) mpi=none ;;
         *) mistake "There is no flag $1." ;;
