@@ -23,7 +23,7 @@ COMMANDS = {
     "labels": "import, generate, verify and show token labels",
     "pack": "pack images, or images with masks, into shards",
     "doctor": "check an installation, its hosts and the network between them",
-    "build_horovod": "build the Horovod that several ranks need, and print its wheel's path",
+    "build-horovod": "build and install the Horovod that several ranks need",
     "bench": "measure speed, memory and learning",
 }
 DONE = 0
@@ -37,10 +37,10 @@ On several ranks: horovodrun -np RANKS horovod-volo COMMAND ..."""
 
 def main() -> int:
     """Run the named command as its module; return the exit status if there is none to run."""
-    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    name = sys.argv[1].replace("_", "-") if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         del sys.argv[1]  # what is left is what `python -m` would have
-        runpy.run_module(f"horovod_volo.{name}", run_name="__main__", alter_sys=True)
+        runpy.run_module(f"horovod_volo.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
     elif name == "--version":
         metadata = import_module("importlib.metadata")  # here, as it is slow to import
         print(f"horovod_volo {metadata.version('horovod_volo')}")
@@ -60,7 +60,8 @@ def build_parser() -> ArgumentParser:
     homes = {"train": "config.command_line", "report": "report.__main__", "doctor": "doctor.__main__"}
     for name, help in COMMANDS.items():
         if name != "bench":  # its commands parse on their own
-            flags = import_module(f"horovod_volo.{homes.get(name, name)}").build_parser()
+            module = homes.get(name, name.replace("-", "_"))
+            flags = import_module(f"horovod_volo.{module}").build_parser()
             commands.add_parser(name, parents=[flags], add_help=False, help=help)
     return parser
 

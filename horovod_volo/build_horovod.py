@@ -1,16 +1,11 @@
-"""Build a Horovod wheel for the PyTorch of this Python, and print the wheel's path; training on several ranks
-needs Horovod.
+"""Build Horovod, which several ranks need, for this Python's PyTorch; print the wheel's path, or install it.
 
-    pip install "$(horovod-volo build_horovod)"
-    HOROVOD_GPU_OPERATIONS=NCCL pip install "$(horovod-volo build_horovod)"     on a node without a GPU
+    horovod-volo build-horovod --install                      for this machine
+    horovod-volo build-horovod --install --nccl --cc 80,90    for nodes with GPUs, on one without
 
-Horovod is published as source only. pip alone builds it without PyTorch, MPI and gloo, because it builds in
-an environment without them, and with a C++ standard that PyTorch no longer supports. This build takes some
-minutes; it needs a C++ compiler, make, CMake and Open MPI, and for GPUs nvcc. A wheel built before is reused.
-
-Environment variables: HOROVOD_WITHOUT_MPI=1 leaves MPI out. HOROVOD_GPU_OPERATIONS=NCCL builds NCCL in on a
-machine without a GPU, and HOROVOD_BUILD_CUDA_CC_LIST=80,90 names the architectures of the GPUs.
-HOROVOD_VOLO_CACHE is the folder for wheels (default: ~/.cache/horovod_volo).
+By itself, pip builds a Horovod without PyTorch, MPI and gloo. This takes some minutes, and needs a C++
+compiler, make, CMake, Open MPI, and for GPUs the nvcc of PyTorch's CUDA. Wheels are kept and reused in
+~/.cache/horovod_volo, or in the folder that the variable HOROVOD_VOLO_CACHE names.
 
 Exit status: 0 done; 1 the build failed, and the last lines say why; 2 a mistake on the command line.
 """
@@ -30,14 +25,23 @@ BUILD_SCRIPT = Path(__file__).parent / "cluster/build_horovod.sh"
 
 @refuse_mistakes
 def main(arguments: Sequence[str]) -> int:
-    """Become the script that builds."""
+    """Become the script that builds, which has the same flags."""
     build_parser().parse_args(arguments)
-    os.execvpe("bash", ["bash", str(BUILD_SCRIPT)], os.environ | {"PYTHON": sys.executable})
+    os.execvpe("bash", ["bash", str(BUILD_SCRIPT), *arguments], os.environ | {"PYTHON": sys.executable})
 
 
 def build_parser() -> Parser:
-    """Build the parser, which has no flags of its own."""
-    return Parser(prog="horovod-volo build_horovod", description=__doc__)
+    """Build the parser, which checks the flags and explains them."""
+    parser, switch = Parser(prog="horovod-volo build-horovod", description=__doc__), "store_true"
+    parser.add_argument("--install", action=switch, help="install the wheel, in place of any other Horovod")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--nccl", action=switch, help="for GPUs; the default where there is one")
+    kinds.add_argument("--cpu", action=switch, help="for ranks on CPUs; the default with PyTorch's CPU build")
+    parser.add_argument("--cc", help="compute capabilities of the GPUs (default: those here, else 80,90)")
+    parser.add_argument(
+        "--without-mpi", action=switch, help="leave MPI out: ranks start with horovodrun --gloo"
+    )
+    return parser
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ _BLOCK = re.compile(
     r"(?:^<!-- needs: (?P<needs>.+?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
 )
 _PROGRAM = re.compile(
-    r"(?:^|\s)(?:python -m horovod_volo\.(?P<module>\w+)|horovod-volo (?P<command>\w+)"
+    r"(?:^|\s)(?:python -m horovod_volo\.(?P<module>\w+)|horovod-volo (?P<command>[\w-]+)"
     r"|(?:\./)?tools/(?P<tool>pack|labels|export|bench))(?=\s|$)(?P<rest>.*)",
     re.S,
 )

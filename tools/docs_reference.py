@@ -123,7 +123,7 @@ def _command(name: str) -> Iterable[str]:
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """Return the parser of a command, which its module builds."""
-    module = import_module(f"horovod_volo.{name}")
+    module = import_module(f"horovod_volo.{name.replace('-', '_')}")
     if not hasattr(module, "build_parser"):
         module = import_module(f"horovod_volo.{name}.__main__")
     parser = module.build_parser()

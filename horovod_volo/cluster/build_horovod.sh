@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Builds a Horovod wheel for the PyTorch of $PYTHON and prints the wheel's path. A wheel built before is
-# reused.
+# Builds a Horovod wheel for the PyTorch of $PYTHON and prints the wheel's path, or installs it. A wheel built
+# before is reused. `horovod-volo build-horovod --help` explains the flags, which are the same:
 #
-#   python -m pip install "$(horovod-volo build_horovod)"     from an installed package
-#   python -m pip install "$(./tools/build_horovod)"          in a checkout
+#   build_horovod.sh [--install] [--nccl | --cpu] [--cc 80,90] [--without-mpi]
 #
-# Horovod is published as source only, and its last release requests C++14 where PyTorch needs C++17.
-# NCCL is built in if there is an NVIDIA GPU, or with HOROVOD_GPU_OPERATIONS=NCCL (on a login node without
-# one). HOROVOD_WITHOUT_MPI=1 leaves MPI out. No flag depends on this machine's processor, so a wheel in a
-# shared home directory runs on every node with the same system.
+# Horovod is published as source only, and its last release requests C++14, which PyTorch no longer accepts.
+# No flag depends on this machine's processor, so a wheel in a shared home directory runs on every node with the
+# same system.
 set -euo pipefail
 python=${PYTHON:-python3}
-cxx_standard=17
+export CXX=${CXX:-g++} # conda's compiler has another name, which CXX has
+read -ra compiler <<<"$CXX"
 version=0.28.1
+newest_tried=2.15    # of PyTorch: docs/install.md, setup.cfg
+changes=2            # raise it with each change of Horovod's source below, so that no earlier wheel is reused
 cache=${HOROVOD_VOLO_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/horovod_volo}
 
 fail() {
@@ -20,20 +21,84 @@ fail() {
     exit 1
 }
 
-# --- versions and build flags -------------------------------------------------------------------
+mistake() {
+    printf 'error: %s\n' "$1" >&2
+    exit 2
+}
 
-read -r tag torch torch_cuda < <("$python" -c '
-import sys, torch
-print(sys.implementation.cache_tag, torch.__version__, torch.version.cuda or "none")') \
+# --- what to build ------------------------------------------------------------------------------
+
+install=no gpu='' architectures='' mpi=yes
+while [ $# -gt 0 ]; do
+    case $1 in
+        --install) install=yes ;;
+        --nccl) gpu=nccl ;;
+        --cpu) gpu=none ;;
+        --cc)
+            architectures=${2:-none}
+            [ $# -eq 1 ] || shift
+            ;;
+        --cc=*) architectures=${1#*=} ;;
+        --without-mpi) mpi=none ;;
+        *) mistake "There is no flag $1." ;;
+    esac
+    shift
+done
+if [ -n "$architectures" ]; then
+    [[ $architectures =~ ^[0-9]+(,[0-9]+)*$ ]] || mistake "--cc takes compute capabilities such as 80,90, not $architectures."
+    [ "$gpu" != none ] || mistake "--cc is about GPUs, and --cpu builds without them: give one of the two."
+    gpu=nccl
+fi
+
+read -r tag torch torch_cuda headers < <("$python" -c '
+import pathlib, sys, torch
+headers = pathlib.Path(torch.__file__).parent / "include"
+print(sys.implementation.cache_tag, torch.__version__, torch.version.cuda or "none", headers)') \
     || fail "No PyTorch in $python. Install it there, or set PYTHON to the interpreter that has it."
+if [ "$(printf '%s\n' "$newest_tried.999" "$torch" | sort -V | tail -1)" = "$torch" ]; then
+    echo "PyTorch $torch is newer than $newest_tried, the newest that was tried. To try it, in a checkout:" \
+        "./tools/try_torch ${torch%+*} FOLDER" >&2
+fi
 
+if [ -z "$gpu" ] && nvidia-smi -L >/dev/null 2>&1; then
+    gpu=nccl
+fi
+case $gpu,$torch_cuda in
+    nccl,none) fail "PyTorch $torch is a CPU build and cannot drive the GPU." \
+        "Install the CUDA build and run this again, or build for ranks on CPUs: --cpu" ;;
+    ,none) gpu=none ;;
+    ,*) fail "PyTorch $torch is built for CUDA, and this machine has no GPU. Add the flag of the Horovod to build:" \
+        "    --nccl --cc 80,90   for nodes with GPUs (80: A100; 90: H100, H200)" \
+        "    --cpu               for ranks on CPUs only" ;;
+esac
+
+unset HOROVOD_GPU_OPERATIONS HOROVOD_WITHOUT_MPI
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1
-mpi=none
-if [ "${HOROVOD_WITHOUT_MPI:-0}" != 1 ]; then
+if [ "$mpi" = none ]; then
+    export HOROVOD_WITHOUT_MPI=1
+else
     export HOROVOD_WITH_MPI=1
     mpi=$(mpirun --version 2>/dev/null | sed -n '1s/^[^0-9]*\([0-9]*\)\..*/\1/p' || true)
-    [ -n "$mpi" ] || fail "No mpirun found. Install Open MPI, or set HOROVOD_WITHOUT_MPI=1 to build without MPI."
+    [ -n "$mpi" ] || fail "No mpirun found. Install Open MPI or load its module, or build without MPI: --without-mpi"
 fi
+
+for program in "${compiler[0]}" make cmake; do
+    command -v "$program" >/dev/null || fail "No $program found, which builds Horovod. Install it, or load its module."
+done
+
+# PyTorch's headers refuse C++ standards older than they need. Nothing else says which: PyTorch compiled its own
+# extensions as C++20 long before its headers refused C++17, and demanding that would refuse older compilers.
+cxx_standard='' refusals=''
+for standard in 17 20 23; do
+    if refusal=$("${compiler[@]}" "-std=c++$standard" -E -I "$headers" -x c++ "$headers/ATen/ATen.h" 2>&1 >/dev/null); then
+        cxx_standard=$standard
+        break
+    fi
+    refusals+=$refusal$'\n'
+done
+[ -n "$cxx_standard" ] || fail "$(grep -m 1 error <<<"$refusals")" \
+    "The compiler, $("${compiler[@]}" --version | head -1), is too old for PyTorch $torch. GCC has C++17 since version 8" \
+    "and C++20 since version 11. Install a newer one or load its module, and name it: CXX=g++-12"
 
 # If this is empty, Horovod uses the flags of this machine's processor.
 case $(uname -m) in
@@ -47,34 +112,35 @@ case $(uname -m) in
         ;;
 esac
 
-if nvidia-smi -L >/dev/null 2>&1; then
-    export HOROVOD_GPU_OPERATIONS=${HOROVOD_GPU_OPERATIONS:-NCCL}
-    gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | tr -d '. ' | sort -un | paste -sd,)
-fi
 nccl=none
-if [ -n "${HOROVOD_GPU_OPERATIONS:-}" ]; then
-    [ "$torch_cuda" != none ] || fail "PyTorch $torch is a CPU build and cannot drive the GPU." \
-        "Install the CUDA build, and run this again."
+if [ "$gpu" = nccl ]; then
     # Ask the compiler for its folder: nvcc on PATH may be a link or a script.
     nvcc_folder=$(nvcc --dryrun -x cu -E /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p' || true)
     cuda_home=${nvcc_folder%/bin}
     export CUDA_HOME=${CUDA_HOME:-${cuda_home:-/usr/local/cuda}}
     [ -x "$CUDA_HOME/bin/nvcc" ] || fail "No CUDA compiler at $CUDA_HOME/bin/nvcc." \
         "Load the module or install the toolkit of CUDA $torch_cuda, or set CUDA_HOME to its folder."
-    export HOROVOD_CUDA_HOME=$CUDA_HOME PATH=$CUDA_HOME/bin:$PATH HOROVOD_NCCL_LINK=SHARED
-    export HOROVOD_BUILD_CUDA_CC_LIST=${HOROVOD_BUILD_CUDA_CC_LIST:-${gpus:-80,90}}
+    cuda=$("$CUDA_HOME/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+    [ "${cuda%%.*}" = "${torch_cuda%%.*}" ] || fail "$CUDA_HOME/bin/nvcc is of CUDA $cuda, PyTorch $torch of CUDA" \
+        "$torch_cuda. Load the module or install the toolkit of CUDA $torch_cuda, or set CUDA_HOME to its folder."
+    export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=$CUDA_HOME PATH=$CUDA_HOME/bin:$PATH HOROVOD_NCCL_LINK=SHARED
+    gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d '. ' | sort -un | paste -sd,) || true
+    export HOROVOD_BUILD_CUDA_CC_LIST=${architectures:-${HOROVOD_BUILD_CUDA_CC_LIST:-${gpus:-80,90}}}
     # A process uses one libnccl.so.2, the first one loaded: PyTorch's. Compile with the headers of that one.
     nccl=$("$python" -c '
 import pathlib, sys
 print(next(header.parents[1] for path in sys.path for header in pathlib.Path(path).glob("nvidia/nccl/include/nccl.h")))' 2>/dev/null) \
         || fail "PyTorch's NCCL (pip package nvidia-nccl-cu..) is not in $python. Install PyTorch with its dependencies."
+    # The README of NVIDIA's resiliency extension (NVRx) excludes these versions, because of a fault in processes that
+    # leave their communicators and make new ones.
+    nccl_version=$(sed -n 's/^#define NCCL_VERSION_CODE //p' "$nccl/include/nccl.h")
+    if [ "$nccl_version" -ge 22803 ] && [ "$nccl_version" -le 22808 ]; then
+        echo "NVIDIA advises against NCCL 2.28.${nccl_version#2280} where processes make communicators again, as elastic" \
+            "runs do. For these install another one, such as nvidia-nccl-cu${torch_cuda%%.*}==2.28.9." >&2
+    fi
 fi
 
-for program in g++ make cmake; do
-    command -v "$program" >/dev/null || fail "No $program found, which builds Horovod. Install it, or load its module."
-done
-
-flags="sleeping $cxx_standard $HOROVOD_BUILD_ARCH_FLAGS $gloo_flags ${HOROVOD_GPU_OPERATIONS:-} ${HOROVOD_BUILD_CUDA_CC_LIST:-}"
+flags="$changes $cxx_standard $HOROVOD_BUILD_ARCH_FLAGS $gloo_flags ${HOROVOD_GPU_OPERATIONS:-} ${HOROVOD_BUILD_CUDA_CC_LIST:-}"
 system="$(uname -m) $(getconf GNU_LIBC_VERSION)"
 key=horovod-${version}_torch-${torch}_${tag}_mpi-${mpi}_$(printf '%s' "$flags $system" | sha256sum | cut -c1-8)
 wheel_folder=$cache/$key
@@ -88,13 +154,10 @@ flock -n 9 || {
     echo "Waiting for another build of the same wheel" >&2
     flock 9
 }
-if compgen -G "$wheel_folder/*.whl"; then
-    exit 0
-fi
 
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-{
+build_wheel() {
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
     # Horovod imports these while it is built and tested; its setup.py does not list them.
     "$python" -m pip install "setuptools>=68,<80" wheel packaging cffi cloudpickle psutil pyyaml
     "$python" -m pip download --no-deps --no-build-isolation --no-binary horovod -d "$work" "horovod==$version"
@@ -109,8 +172,9 @@ trap 'rm -rf "$work"' EXIT
     sed -i 's/^  const size_type count_;/  size_type count_;/' "$source/third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
     # gloo sums fp16 one element at a time: its vectorised code is in math.cc, which no build option compiles.
     sed -i '0,/^list(APPEND GLOO_SRCS/s//&\n  math.cc/' "$source/third_party/gloo/gloo/CMakeLists.txt"
-    # The same for the CUDA kernels: the C++ library of CUDA 13 does not support C++11.
-    sed -i "s/set(CMAKE_CUDA_STANDARD 11)/set(CMAKE_CUDA_STANDARD $cxx_standard)/" \
+    # The CUDA kernels include nothing of PyTorch. The C++ library of CUDA 13 does not support C++11, and CMake 3.25
+    # does not know how nvcc 13 compiles C++20.
+    sed -i "s/set(CMAKE_CUDA_STANDARD 11)/set(CMAKE_CUDA_STANDARD 17)/" \
         "$source/horovod/common/ops/cuda/CMakeLists.txt"
 
     # In this all-reduce, with which each cycle begins, ranks wait for the slowest one. Open MPI waits in a loop, and
@@ -130,6 +194,10 @@ static int allreduce_asleep(void* values, int count, MPI_Datatype type, MPI_Op o
 }
 CODE
 
+    # With a PyTorch for CUDA, Horovod includes CUDA wherever it finds nvcc.
+    if [ "$gpu" = none ]; then
+        sed -i 's/(torch.version.cuda is not None)/False/' "$source/cmake/Modules/FindPytorch.cmake"
+    fi
     if [ "$nccl" != none ]; then
         # The pip package lacks the name that the linker looks for.
         mkdir "$work/nccl"
@@ -153,10 +221,22 @@ import horovod.torch as hvd
 built = {'Gloo': hvd.gloo_built(), 'MPI': '$mpi' == 'none' or hvd.mpi_built(), 'NCCL': '$nccl' == 'none' or hvd.nccl_built()}
 missing = [name for name, is_built in built.items() if not is_built]
 assert not missing, f'the wheel was built without {missing}'"
-} >&2
 
-# Published by rename: another process sees the complete wheel or none.
-wheel=$(basename "$work"/horovod-*.whl)
-cp "$work/$wheel" "$wheel_folder/.$wheel"
-mv "$wheel_folder/.$wheel" "$wheel_folder/$wheel"
-printf '%s\n' "$wheel_folder/$wheel"
+    # Published by rename: another process sees the complete wheel or none.
+    wheel=$(basename "$work"/horovod-*.whl)
+    cp "$work/$wheel" "$wheel_folder/.$wheel"
+    mv "$wheel_folder/.$wheel" "$wheel_folder/$wheel"
+}
+
+if ! compgen -G "$wheel_folder/*.whl" >/dev/null; then
+    build_wheel >&2
+fi
+wheel=$(compgen -G "$wheel_folder/*.whl")
+if [ "$install" = no ]; then
+    printf '%s\n' "$wheel"
+else
+    # pip skips a wheel whose version is installed, although that may be for another PyTorch.
+    "$python" -m pip install --force-reinstall --no-deps "$wheel" >&2
+    "$python" -m pip install "$wheel" >&2 # the packages that it requires
+    echo "Horovod $version for PyTorch $torch is installed in $python"
+fi

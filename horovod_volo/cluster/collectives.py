@@ -28,11 +28,8 @@ WaitForResult = Callable[[], Tensor]
 # A pause between two looks at a collective that is not done: a fiftieth of the wait so far. Short steps lose
 # nothing, and a rank that waits long leaves its core to the others.
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 2e-3
-BUILD = 'pip install "$(horovod-volo build_horovod)"'
-_REBUILD = (
-    "Build it for the PyTorch that is installed: "
-    'pip install --force-reinstall --no-deps "$(horovod-volo build_horovod)".'
-)
+BUILD = "horovod-volo build-horovod --install"
+_REBUILD = f"Build it for the PyTorch that is installed: {BUILD}."
 _MAX_VERSION_BYTES = 8192  # MPI_MAX_LIBRARY_VERSION_STRING of MPICH, the longest
 
 

@@ -19,6 +19,7 @@ _PACKAGES = (
     "timm",
     "torchvision",
     "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
     "tensorboard",
     "numpy",
     "pillow",

@@ -25,7 +25,7 @@ from horovod_volo.core.names import Registry
 
 name = "dali"
 DecoderName = Literal["auto", "dali", "pillow"]
-INSTALL_DALI = "pip install 'horovod_volo[dali]'"
+INSTALL_DALI = "pip install 'horovod_volo[dali]', with torch for CUDA 13 'horovod_volo[dali-cuda13]'"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 BATCHES_DECODED_AHEAD = 2

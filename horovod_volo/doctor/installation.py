@@ -45,9 +45,8 @@ def check_horovod() -> Iterator[Finding]:
     yield ok(f"{importlib.metadata.version('horovod')} with {present}{missing}")
     if torch.cuda.is_available() and not nccl:
         yield warning(
-            "was built without NCCL: gradients pass through host memory",
-            "Build it again on a machine with a GPU, or with HOROVOD_GPU_OPERATIONS=NCCL: "
-            "HOROVOD_GPU_OPERATIONS=NCCL horovod-volo build_horovod prints the wheel to install.",
+            "was built without NCCL: GPUs exchange gradients through host memory, or not at all",
+            f"Build it again: {BUILD} --nccl",
         )
     yield replace(compare_mpi(mpi_library() if mpi else "", _mpirun_version()), subject="mpirun")
 

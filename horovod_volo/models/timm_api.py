@@ -2,9 +2,7 @@
 
 timm imports torchvision. With a CPU-only torch, torchvision cannot load its compiled operators, and its
 import fails because two operators are not declared. Declaring them makes the Python part importable, which
-is all timm needs. tools/setup makes the same declarations in .venv, so that `import timm` works there without
-this module. Both are to be removed when the package index has a CPU build of torchvision, or it imports
-without its operators.
+is all timm needs. To be removed when torchvision imports without its operators.
 """
 
 from __future__ import annotations

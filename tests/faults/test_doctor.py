@@ -113,7 +113,7 @@ def test_a_horovod_without_pytorch_is_reported(tmp_path, horovod_without_pytorch
     assert done.returncode == 1, done.stderr
     (found,) = [finding for finding in json.loads(done.stdout)["findings"] if finding["level"] == "failure"]
     assert (found["subject"], found["text"]) == ("horovod", "Horovod 0.28.1 was built without PyTorch")
-    assert "horovod-volo build_horovod" in found["remedy"]
+    assert "horovod-volo build-horovod --install" in found["remedy"]
 
 
 def test_rank_0_reports_that_another_rank_has_failed(tmp_path, horovod_without_pytorch):

@@ -43,7 +43,6 @@ def load() -> None:
     # isort: split
     import horovod.runner.launch
     import horovod.torch
-    import nvidia.dali.fn  # noqa: F401
     import pytest  # noqa: F401  # test modules hold functions that ranks call
     import torch
     import torch._dynamo
@@ -52,6 +51,10 @@ def load() -> None:
     import horovod_volo.cluster.entry
     import horovod_volo.engine.run
     import horovod_volo.evaluate  # noqa: F401
+    from horovod_volo.data.image_decoder import dali_is_installed
+
+    if dali_is_installed():
+        import nvidia.dali.fn  # noqa: F401
 
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:

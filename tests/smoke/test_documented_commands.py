@@ -61,12 +61,6 @@ def test_bash_completes_commands_and_flags(line: str, offered: str) -> None:
     assert done.stdout.split() == [offered]
 
 
-def test_timm_is_importable_in_the_environment_of_tools_setup() -> None:
-    """Without this package, also where torch is a CPU build; tools/setup declares torchvision's operators."""
-    done = subprocess.run([sys.executable, "-c", "import timm"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 SHORT = "--model volo_demo --epochs 1 --warmup-epochs 0 --cooldown-epochs 0 --drop-path 0 --log-every 1"
 # A test below runs the demo and TensorBoard, and tests/faults/test_doctor.py the doctor; how a checkout is
 # set up and tested shows at once.

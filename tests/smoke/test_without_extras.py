@@ -84,6 +84,6 @@ def test_several_ranks_name_the_build_of_horovod(demo_set: Path, tmp_path: Path)
     command = f"evaluate {demo_set} --weights weights"
     launched = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
     printed = run_in_one_process(tmp_path, command, blocked=BLOCKED, **launched)[command]
-    assert printed.count('Build it: pip install "$(horovod-volo build_horovod)".') == 1
+    assert printed.count("Build it: horovod-volo build-horovod --install.") == 1
     assert printed.endswith("status 2\n")
     assert "Traceback" not in printed

@@ -61,7 +61,7 @@ def accept(name: str, arguments: list[str]) -> None:
     elif name == "bench":
         parse_bench(arguments)
     else:
-        module = import_module(f"horovod_volo.{name}")
+        module = import_module(f"horovod_volo.{name.replace('-', '_')}")
         if not hasattr(module, "build_parser"):
             module = import_module(f"horovod_volo.{name}.__main__")
         module.build_parser().parse_args(arguments)

@@ -52,16 +52,16 @@ def test_the_constraints_are_in_the_ranges_of_setup_cfg() -> None:
 def test_conda_installs_the_requirements_of_setup_cfg_in_the_tested_versions() -> None:
     ((first, *requirements),) = [entry["pip"] for entry in CONDA if isinstance(entry, dict)]
     assert first == "--constraint tools/constraints.txt"
-    assert sorted(requirements) == sorted(with_extras(DEVELOPMENT))
+    assert sorted(requirements) == sorted(with_extras(DEVELOPMENT, "dali-cuda13"))
     (python,) = [entry for entry in CONDA if str(entry).startswith("python=")]
     minors = [int(re.findall(r"3\.(\d+)", text)[0]) for text in (SETUP["options"]["python_requires"], python)]
     assert minors[0] <= minors[1]
 
 
 def test_the_ranges_leave_a_cluster_its_own_versions() -> None:
-    """Only lower bounds, but for a major version of timm, whose modules are parts of our networks."""
+    """Only lower bounds, but for timm, whose modules we use, and PyTorch, which Horovod is compiled for."""
     operators = {each.name: {part.operator for part in each.specifier} for each in CORE}
-    assert {name for name, found in operators.items() if {"<", "<=", "==", "~="} & found} == {"timm"}
+    assert {name for name, found in operators.items() if {"<", "<=", "==", "~="} & found} == {"timm", "torch"}
     assert all(">=" in found for found in operators.values())
 
 
@@ -71,3 +71,13 @@ def test_the_workflow_runs_every_folder_of_tests_once() -> None:
     folders = {path.parent.name for path in ROOT.glob("tests/*/test_*.py")} - {"experiments"}
     assert sorted(re.findall(r"tests/(\w+)(?!\S)", commands)) == sorted(folders)
     assert all((ROOT / name).exists() for name in re.findall(r"\./(tools/\w+)", commands))
+
+
+def test_the_newest_torch_that_was_tried_is_the_newest_that_is_allowed() -> None:
+    """The build of Horovod warns of newer ones, and docs/install.md lists what was tried."""
+    (newest,) = re.findall(r"newest_tried=2\.(\d+)", text_of("horovod_volo/cluster/build_horovod.sh"))
+    (allowed,) = [each.specifier for each in CORE if each.name == "torch"]
+    assert allowed.contains(f"2.{newest}.9")
+    assert not allowed.contains(f"2.{int(newest) + 1}.0")
+    tried = re.findall(r"^\| 2\.(\d+)\.\d+ \|", text_of("docs/install.md"), re.MULTILINE)
+    assert max(map(int, tried)) == int(newest)

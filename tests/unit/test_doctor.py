@@ -7,11 +7,13 @@ import resource
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from horovod_volo.build_horovod import BUILD_SCRIPT
 from horovod_volo.cluster.launch_env import LaunchEnv
@@ -186,26 +188,42 @@ def test_whether_network_cards_reach_the_memory_of_gpus(file: str, text: str, le
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("built", "flags", "status", "message"),
     [
-        ({"PYTHON": "false"}, "No PyTorch in false"),
-        ({}, "HOROVOD_WITHOUT_MPI=1"),
-        ({"HOROVOD_WITHOUT_MPI": "1"}, "No g++ found"),
-        ({"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_GPU_OPERATIONS": "NCCL"}, "is a CPU build"),
+        ("", "", 1, "No PyTorch in"),
+        ("2.13.0+cpu none", "", 1, "build without MPI: --without-mpi"),
+        ("2.13.0+cpu none", "--without-mpi", 1, "No g++ found"),
+        ("2.13.0+cpu none", "--nccl", 1, "is a CPU build"),
+        ("2.13.0 13.0", "", 1, "    --nccl --cc 80,90   for nodes with GPUs"),
+        ("2.13.0 13.0", "--cpu --cc=80", 2, "give one of the two"),
+        ("2.13.0 13.0", "--cc 8.0", 2, "takes compute capabilities such as 80,90, not 8.0"),
+        ("99.0 none", "", 1, "./tools/try_torch 99.0 FOLDER"),
     ],
 )
-def test_the_build_of_horovod_names_what_is_missing(variables: dict, message: str, tmp_path: Path) -> None:
-    """PATH has a Python with a CPU build of PyTorch, and nothing that builds."""
-    for program in ("bash", "sed", "uname", "cat", "false"):
+def test_the_build_of_horovod_names_what_is_missing(built, flags, status, message, tmp_path: Path) -> None:
+    """PATH has a Python with such a PyTorch, and nothing that builds."""
+    for program in ("bash", "sed", "sort", "tail", "uname"):
         (tmp_path / program).symlink_to(str(shutil.which(program)))
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho cpython-311 2.13.0 none\n")
+    python.write_text(f"#!/bin/sh\necho cpython-311 {built} /headers\n" if built else "#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHON": str(python)} | variables
-    command = [str(shutil.which("bash")), str(BUILD_SCRIPT)]
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHON": str(python)}
+    command = [str(shutil.which("bash")), str(BUILD_SCRIPT), *flags.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert message in done.stderr
+
+
+def test_a_compiler_that_is_too_old_for_pytorch_is_named(tmp_path: Path) -> None:
+    compiler = tmp_path / "old"
+    compiler.write_text('#!/bin/sh\nexec g++ "$@" -std=c++14\n')
+    compiler.chmod(0o755)
+    environment = os.environ | {"PYTHON": sys.executable, "CXX": str(compiler)}
+    command = ["bash", str(BUILD_SCRIPT), "--cpu", "--without-mpi"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert message in done.stderr
+    assert "#error C++" in done.stderr
+    assert f"is too old for PyTorch {torch.__version__}" in done.stderr
 
 
 SECRETS = {"WANDB_API_KEY": "it's one", "GITHUB_TOKEN": "two three", "db_password": "HF_TOKEN=four"}

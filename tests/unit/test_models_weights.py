@@ -294,6 +294,7 @@ def test_a_damaged_file_is_one_error_message(name: str, content: bytes, tmp_path
     + [STATE | {"odd": odd} for odd in (torch.eye(3).to_sparse(), torch.empty(3, device="meta"))]
     + [STATE | {"odd": torch.eye(3).to(dtype)} for dtype in (torch.complex64, torch.int8)],
 )
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")  # since PyTorch 2.14
 def test_a_file_without_a_state_dict_of_dense_tensors_is_refused(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "odd.pth")
     problem = "odd in .*odd.pth is not a dense tensor"
