@@ -18,6 +18,7 @@ import torch
 
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.collectives import HostsChangedError, RankLostError
+from horovod_volo.cluster.launch_env import OWN
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.derived import derive, resolve
@@ -143,8 +144,8 @@ def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[L
         lock = RunLock(folder, job)
         clean_up(folder / CHECKPOINTS)
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
-        # Launchers prefix lines with the rank, which would break a progress line rewritten in place.
-        live = world.launcher == "none"
+        # Other launchers prefix lines with the rank, which would break a progress line rewritten in place.
+        live = world.launcher in ("none", OWN)
         return RunLogger(folder, length, live=live, may_write=lock.check), lock
     except OSError as error:
         raise UserError(
