@@ -16,6 +16,7 @@ from torch import Tensor
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.collectives import Collectives, HorovodCollectives, RankLostError, WaitForResult
 from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
+from horovod_volo.cluster.missing_gpu import why_no_gpu
 from horovod_volo.cluster.pinning import compute_threads, plan_own_binding
 from horovod_volo.core.errors import UserError
 
@@ -163,19 +164,25 @@ class RankResources:
         return f"{self.device}; {self.binding}"
 
 
-def rank_resources(world: World) -> RankResources:
-    """Return this rank's device and threads, and set both in torch. Collective: every rank calls this."""
-    device = world.run_on_all_ranks(lambda: _device(world))
-    _check_devices(device, world)
+def rank_resources(world: World, device: str = "auto") -> RankResources:
+    """Return this rank's device and threads, and set both in torch; `device` is a value of --device.
+
+    Collective: every rank calls this.
+    """
+    chosen = world.run_on_all_ranks(lambda: _device(world, device))
+    _check_devices(chosen, world)
     binding = world.binding
     torch.set_num_threads(compute_threads(binding.threads))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return RankResources(device, binding.threads, str(binding))
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return RankResources(chosen, binding.threads, str(binding))
 
 
-def _device(world: World) -> torch.device:
-    gpus = torch.cuda.device_count()
+def _device(world: World, wanted: str) -> torch.device:
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if gpus == 0 and wanted == "cuda":
+        reason, remedy = why_no_gpu()
+        raise UserError(f"--device cuda, but torch sees no GPU: {reason}. {remedy}")
     if gpus == 0:
         return torch.device("cpu")
     if gpus == 1:  # the host has one, or the scheduler shows one to each rank

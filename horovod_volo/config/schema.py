@@ -73,6 +73,10 @@ class Launch:
         "bind each rank to its part of the cores of the NUMA node next to its GPU; core: to one hardware "
         "thread of each of these cores; none: do not bind",
     )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto",
+        "where a rank computes; auto: on a GPU or, where torch sees none, on the CPU, unless that takes days",
+    )
     elastic: bool = setting(False, "go on as hosts are lost and added: horovodrun --host-discovery-script")
 
 

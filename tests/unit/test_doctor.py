@@ -19,6 +19,7 @@ from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.cluster.world import World
 from horovod_volo.core import environment
 from horovod_volo.core.errors import UserError
+from horovod_volo.cluster.missing_gpu import first_reason
 from horovod_volo.doctor import host
 from horovod_volo.doctor.between_ranks import assess_allreduce, check_shared_folder, compare
 from horovod_volo.doctor.installation import assess_gpus, check_rdma, compare_mpi
@@ -108,6 +109,14 @@ def test_what_is_measured_is_assessed(check: Callable, level: str, text: str, mo
     found = finding_of(check())
     assert (found.level, bool(found.remedy)) == (level, level != "ok")
     assert text in found.text
+
+
+def test_a_slurm_job_without_gpus_is_told_to_request_some(monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    for on_bus, driver in ((0, ("", 0)), (8, ("550.54", 12040))):
+        assert "--gpus-per-node" in first_reason(on_bus, *driver, "12.8")[1]
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0")
+    assert "--gpus-per-node" not in first_reason(8, "550.54", 12040, "12.8")[1]
 
 
 @pytest.mark.parametrize(
