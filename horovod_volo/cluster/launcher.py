@@ -1,12 +1,10 @@
 """Starts the ranks of a command on this host (`--ranks`): a program by which the command replaces itself.
 
-    python -m horovod_volo.cluster.launcher 4 horovod_volo.train DATA_DIR --ranks 4
+Horovod's rendezvous server connects the ranks, as under horovodrun. They write to this process's streams, so
+that their output is that of one process, and the kernel kills them when it ends.
 
-Horovod's rendezvous server connects the ranks, as under horovodrun. They write to the streams of this process
-themselves, so that their output is that of one process. If this process ends, the kernel kills them.
-
-Invariant: this process sends each stop request to each rank once. So every rank has a process group of its
-own, which the Ctrl-C of a terminal does not reach.
+Invariant: only this process sends stop requests to the ranks, each once. So every rank has a process group of
+its own, which the Ctrl-C of a terminal does not reach.
 """
 
 from __future__ import annotations
@@ -31,13 +29,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEADLY = (signal.SIGTERM, signal.SIGINT)  # when they come again
 _FAILED = 1
 _POLL_SECONDS, _REPEAT_SECONDS = 1.0, 0.05
-# Ranks notice within seconds that another one has ended; a checkpoint that is being written may take longer.
-_GRACE_SECONDS = 30.0
+_GRACE_SECONDS = 30.0  # for ranks that have lost one, and may be writing a checkpoint
 
 
 def start_ranks(ranks: int, module: str, arguments: Sequence[str]) -> None:
-    """Replace this process by the launcher of so many ranks of a command; return if it is to run alone, or is
-    one of these ranks.
+    """Replace this process by the launcher of a command's ranks, unless it is the only one, or one of them.
 
     Raise UserError if another launcher has started it, or Horovod is not installed.
     """
@@ -46,25 +42,20 @@ def start_ranks(ranks: int, module: str, arguments: Sequence[str]) -> None:
         return
     if launch.size > 1:
         raise UserError(
-            f"--ranks starts ranks on this host, but {launch.launcher} has started {launch.size} already. "
-            "Drop --ranks."
+            f"--ranks starts ranks, but {launch.launcher} has started {launch.size} already. Drop --ranks."
         )
     ranks = resolve_ranks(ranks)
-    if ranks == 1:
-        return
-    if importlib.util.find_spec("horovod") is None:
+    if ranks > 1 and importlib.util.find_spec("horovod") is None:
         from horovod_volo.cluster.collectives import load_horovod
 
         load_horovod()  # raises the error that says how to build it
-    # A new program has no threads, which could be given the signals that it waits for.
-    os.execv(sys.executable, [sys.executable, "-m", __name__, str(ranks), module, *arguments])
+    if ranks > 1:
+        # A new program has no threads, which could be given the signals that it waits for.
+        os.execv(sys.executable, [sys.executable, "-m", __name__, str(ranks), module, *arguments])
 
 
 def resolve_ranks(ranks: int) -> int:
-    """Return the number of ranks: for AUTO one for each GPU, or one.
-
-    Without a GPU one process computes on all cores, with the batch that was asked for and without Horovod.
-    """
+    """Return the number of ranks: for AUTO one for each GPU, or one, which computes on all cores."""
     from horovod_volo.cluster.pinning import count_gpus
 
     return max(1, count_gpus()) if ranks == AUTO else ranks
@@ -77,7 +68,7 @@ def main(ranks: int, command: Sequence[str]) -> int:
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     passed_on = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # for the ranks, too: they unblock them when they can
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # ranks unblock them when they can handle them
     server = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
     slots = get_host_assignments([HostInfo("localhost", ranks)], ranks)
     server.init(slots)
@@ -85,21 +76,20 @@ def main(ranks: int, command: Sequence[str]) -> int:
     processes = []
     for slot in slots:
         own = {**shared, **create_slot_env_vars(slot), "HOROVOD_VOLO_RANK": slot.rank}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", *command],
-                env=os.environ | {name: str(value) for name, value in own.items()},
-                process_group=0,
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            )
+        rank = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env=os.environ | {name: str(value) for name, value in own.items()},
+            process_group=0,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
+        processes.append(rank)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     # After the ranks: a fork of a process with threads could inherit a lock.
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return _supervise(processes, passed_on)
 
 
-def _supervise(ranks: Sequence[subprocess.Popen[bytes]], passed_on: Collection[signal.Signals]) -> int:
+def _supervise(ranks: Sequence[subprocess.Popen[bytes]], passed_on: Collection[int]) -> int:
     """Pass stop requests on until all ranks have ended; return the exit status."""
     received, deadly, failed, deadline = set[int](), 0, list[int | None](), math.inf
     while None in (codes := [rank.poll() for rank in ranks]):
@@ -121,24 +111,17 @@ def _supervise(ranks: Sequence[subprocess.Popen[bytes]], passed_on: Collection[s
         received.add(number)
         for rank in running:
             rank.send_signal(number)
-    if deadly:
-        _end_by(deadly)
+    if deadly:  # end by it, as a command of one process does
+        signal.signal(deadly, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [deadly])
+        os.kill(os.getpid(), deadly)
     for number, code in enumerate(failed or codes):
         if code and code < 0:
-            print_error(
-                f"error: rank {number} was ended by {signal.Signals(-code).name}, and the others stopped"
-            )
+            print_error(f"error: rank {number} was ended by {signal.Signals(-code).name}; the others stopped")
     statuses = [rank.wait() for rank in ranks]
-    if MISTAKE in statuses:  # the ranks that lost this one have another status
+    if MISTAKE in statuses:  # ranks that have lost this one have another status
         return MISTAKE
     return _FAILED if min(statuses) < 0 else next(filter(None, statuses), 0)
-
-
-def _end_by(number: int) -> None:
-    """End this process by a signal, as a command of one process ends by it."""
-    signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ _DRIVERS = {12: 525, 13: 580}  # the oldest that run a version of CUDA
 _OF_SLURM = {"SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"}
 
 
-def why_no_gpu() -> tuple[str, str]:
+def why_no_gpu() -> str:
     """Return the reason why PyTorch sees no GPU on this host, and the remedy."""
     import torch
 
-    return first_reason(len(gpus_on_bus()), *driver_versions(), torch.version.cuda or "")
+    return "torch sees none: {}. {}".format(
+        *first_reason(len(gpus_on_bus()), *driver_versions(), torch.version.cuda or "")
+    )
 
 
 def first_reason(on_bus: int, driver: str, driver_cuda: int, torch_cuda: str) -> tuple[str, str]:

@@ -164,25 +164,21 @@ class RankResources:
         return f"{self.device}; {self.binding}"
 
 
-def rank_resources(world: World, device: str = "auto") -> RankResources:
-    """Return this rank's device and threads, and set both in torch; `device` is a value of --device.
-
-    Collective: every rank calls this.
-    """
-    chosen = world.run_on_all_ranks(lambda: _device(world, device))
-    _check_devices(chosen, world)
+def rank_resources(world: World, wanted: str = "auto") -> RankResources:
+    """Return this rank's device, as --device wants, and threads; set both in torch. Collective."""
+    device = world.run_on_all_ranks(lambda: _device(world, wanted))
+    _check_devices(device, world)
     binding = world.binding
     torch.set_num_threads(compute_threads(binding.threads))
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    return RankResources(chosen, binding.threads, str(binding))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return RankResources(device, binding.threads, str(binding))
 
 
 def _device(world: World, wanted: str) -> torch.device:
     gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
     if gpus == 0 and wanted == "cuda":
-        reason, remedy = why_no_gpu()
-        raise UserError(f"--device cuda, but torch sees no GPU: {reason}. {remedy}")
+        raise UserError(f"--device cuda needs a GPU, but {why_no_gpu()}")
     if gpus == 0:
         return torch.device("cpu")
     if gpus == 1:  # the host has one, or the scheduler shows one to each rank

@@ -46,8 +46,7 @@ _EXAMPLES = """These are the usual flags; --help-all lists all, and --dry-run pr
 
 examples:
   horovod-volo train FOLDER                        folders of classes: the rest is chosen, and said
-  horovod-volo train FOLDER --epochs 10 --resume auto
-  horovod-volo train FOLDER --ranks auto           on all GPUs of this host
+  horovod-volo train FOLDER --ranks auto --epochs 10 --resume auto
   horovod-volo train FOLDER --recipe volo_d1 --dry-run --ranks 40
   horovodrun -np 8 horovod-volo train FOLDER --recipe volo_d1 --token-label-data LABELS
 """

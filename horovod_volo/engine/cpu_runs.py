@@ -12,41 +12,32 @@ from pathlib import Path
 from horovod_volo.cluster.missing_gpu import why_no_gpu
 from horovod_volo.config.derived import derive
 from horovod_volo.config.schema import Config
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.errors import UserError, counted
 from horovod_volo.data.images.split_folder import is_image
 from horovod_volo.engine.model_cost import PASSES, ModelCost, count_cost
 from horovod_volo.engine.task import Task
 
 # An assumption. VOLO-D1 trains with 62e9 to 70e9 on a core of an AMD EPYC with AVX-512 (docs/results.md).
 _FLOPS_OF_CORE = 50e9
-_MINUTE, _DAY = 60.0, 86_400.0
-_MANY = 100_000
-_USUAL_CLASSES = 1000
+_MINUTE, _DAY, _MANY = 60.0, 86_400.0, 100_000
 
 
 def refuse_many_images(config: Config, task: Task, ranks: int, cores: int) -> None:
-    """Raise UserError if a run is too long even with the first 100,000 images of its folder.
-
-    To list all images may take minutes.
-    """
+    """Refuse a run that is too long with its first 100,000 images: to list all may take minutes."""
     images = (file for file in Path(config.data.data_dir, "train").rglob("*") if is_image(file.name))
     if sum(1 for _ in islice(images, _MANY)) == _MANY:
-        cost = count_cost(config, task, config.model.num_classes or _USUAL_CLASSES)
+        cost = count_cost(config, task, config.model.num_classes or 1000)
         refuse_long_run(config, cost, ranks, cores, _MANY)
 
 
 def refuse_long_run(config: Config, cost: ModelCost, ranks: int, cores: int, images: int) -> None:
-    """Raise UserError if a run is too long for so many cores per rank; one whose cost is not known is not."""
-    if config.launch.device == "cpu" or config.chooses_model:
-        return
-    derived, last_step = derive(config, ranks=ranks, images=images), config.run.stop_at_step
+    """Raise UserError if a run is too long for so many cores per rank; one of unknown cost is not."""
+    derived = derive(config, ranks=ranks, images=images)
     step = PASSES * cost.forward_flops * derived.images_per_rank / (_FLOPS_OF_CORE * cores)
-    run = step * min(derived.total_steps, last_step or derived.total_steps)
-    if step < _MINUTE and run < _DAY:
-        return
-    reason, remedy = why_no_gpu()
-    raise UserError(
-        f"This run is meant for GPUs, but torch sees none: {reason}. {remedy} On the CPU it would take "
-        f"{run / _DAY:,.1f} days, {step:,.1f} s for each step, on {cores} cores per rank with an assumed "
-        f"{_FLOPS_OF_CORE / 1e9:.0f} GFLOP/s each. --device cpu starts it all the same."
-    )
+    run = step * min(derived.total_steps, config.run.stop_at_step or derived.total_steps)
+    if step > _MINUTE or run > _DAY:
+        raise UserError(
+            f"This run is meant for GPUs, but {why_no_gpu()} On the CPU it would take about {run / _DAY:,.1f} "
+            f"days, {step:,.1f} s per step: each rank has {counted(cores, 'core')}, with an assumed "
+            f"{_FLOPS_OF_CORE / 1e9:.0f} GFLOP/s each. --device cpu starts it all the same."
+        )

@@ -81,8 +81,9 @@ def settle(config: Config, world: World, start: Start) -> Plan:
         return task, stated, resolved
 
     task, stated, config = world.run_on_all_ranks(complete)
-    is_new_on_cpu = resources.device.type == "cpu" and start.take_over is None
-    if is_new_on_cpu:
+    fell_back = resources.device.type == "cpu" and config.launch.device == "auto"
+    may_be_long = fell_back and not config.chooses_model and start.take_over is None
+    if may_be_long:
         world.run_on_rank_zero(partial(refuse_many_images, config, task, world.size, resources.threads))
     begin_stage("listing the data")
     data = task.read(config, world)
@@ -92,7 +93,7 @@ def settle(config: Config, world: World, start: Start) -> Plan:
         config = resolve(world.broadcast_object(chosen), world.size)  # GPUs of ranks may differ
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=images))
     cost = world.run_on_rank_zero(partial(count_cost, config, task, classes))
-    if is_new_on_cpu:
+    if may_be_long:
         refuse = partial(refuse_long_run, config, cost, world.size, resources.threads, images)
         world.run_on_rank_zero(refuse)
     return Plan(config, derived, task, data, resources, cost)
@@ -264,9 +265,8 @@ def log_start(context: TrainContext, warnings: list[str], *, shown: bool = True)
 def _note_peak(context: TrainContext) -> None:
     """Note the peak of the devices. Collective: every rank calls this."""
     world, device, precision = context.world, context.resources.device, context.config.model.precision
-    cost = context.plan.cost
-    if cost.problem:
-        context.logger.log(f"the operations of the network are not counted: {cost.problem}")
+    if context.cost.problem:
+        context.logger.log(f"the operations of the network are not counted: {context.cost.problem}")
     if device.type != "cuda":
         return
     gpu = torch.cuda.get_device_name(device)

@@ -15,8 +15,9 @@ import pytest
 
 from horovod_volo.cluster import pinning
 from horovod_volo.cluster.launcher import resolve_ranks
+from horovod_volo.cluster.world import World
 from horovod_volo.config.arguments import AUTO
-from horovod_volo.engine.banner import _unused_gpus
+from horovod_volo.engine.banner import unused_gpus
 from horovod_volo.train import main
 from tests.ranks.launching import launcher, processes, python, run, started, wait_until
 from tests.runs import MISTAKE, SMALL, STOPPED
@@ -99,7 +100,7 @@ def test_a_rank_that_dies_is_named(images, tmp_path):
         os.kill(rank_process(tmp_path, 1), signal.SIGKILL)
         status, shown = end(process, tmp_path)
     assert status == FAILED
-    assert shown.splitlines()[-1] == "error: rank 1 was ended by SIGKILL, and the others stopped"
+    assert shown.splitlines()[-1] == "error: rank 1 was ended by SIGKILL; the others stopped"
 
 
 def test_ranks_die_with_the_launcher(images, tmp_path):
@@ -112,11 +113,20 @@ def test_mistakes_are_printed_once(images, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "horovod", None)
     assert main([str(images), "--ranks", "2"]) == MISTAKE
     assert "Horovod is not installed" in capsys.readouterr().err
-    found = run(command(images, tmp_path, "--recipe", "volo_d1", "--batch-size", "20", "--img-size", "512"))
-    assert (found.returncode, found.stdout.count("error")) == (MISTAKE, 1), found.stdout
-    assert "meant for GPUs, but torch sees none" in found.stdout
     under = run([*launcher("mpi", 2), *python(), "-m", "horovod_volo.train", str(images), "--ranks", "2"])
     assert (under.returncode, under.stdout.count("mpirun has started 2 already")) == (MISTAKE, 1)
+
+
+def test_a_run_for_gpus_is_refused_once(images, tmp_path, capsys):
+    large = ("--recipe", "volo_d1", "--batch-size", "20", "--img-size", "512")
+    done = run(command(images, tmp_path, *large))
+    assert (done.returncode, done.stdout.count("\n")) == (MISTAKE, 1), done.stdout
+    assert "meant for GPUs, but torch sees none: " in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    alone = [str(images), *large, "--output", str(tmp_path), "--resume", "nowhere", "--device"]
+    for device, text in (("auto", "meant for GPUs"), ("cuda", "torch sees none"), ("cpu", "nowhere")):
+        assert main([*alone, device]) == MISTAKE
+        assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -129,6 +139,5 @@ def test_auto_is_a_rank_for_each_visible_gpu(monkeypatch, setting, gpus):
     if setting is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     assert (pinning.count_gpus(), resolve_ranks(AUTO)) == (gpus, max(1, gpus))
-    told = f"1 of {gpus} GPUs: horovod-volo train --ranks auto uses all"
-    assert _unused_gpus("none", 1) == (told if gpus > 1 else "")
-    assert _unused_gpus("srun", 1) == ""
+    told = f"1 of {gpus} GPUs: --ranks auto uses all" if gpus > 1 else ""
+    assert (unused_gpus(World()), unused_gpus(World(launcher="srun"))) == (told, "")

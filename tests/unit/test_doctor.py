@@ -15,11 +15,11 @@ import pytest
 
 from horovod_volo.build_horovod import BUILD_SCRIPT
 from horovod_volo.cluster.launch_env import LaunchEnv
+from horovod_volo.cluster.missing_gpu import first_reason
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.cluster.world import World
 from horovod_volo.core import environment
 from horovod_volo.core.errors import UserError
-from horovod_volo.cluster.missing_gpu import first_reason
 from horovod_volo.doctor import host
 from horovod_volo.doctor.between_ranks import assess_allreduce, check_shared_folder, compare
 from horovod_volo.doctor.installation import assess_gpus, check_rdma, compare_mpi

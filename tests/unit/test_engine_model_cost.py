@@ -57,7 +57,6 @@ def test_operations_that_cannot_be_counted_are_not_invented() -> None:
         ({"epochs": 1, "batch_size": 256}, 256, True),  # a step of minutes
         ({"epochs": 1, "batch_size": 4}, 40, False),
         ({"stop_at_step": 9}, 1_281_167, False),
-        ({"device": "cpu"}, 1_281_167, False),
         ({"model": "volo_demo", "img_size": 64}, 50_000, False),
     ],
 )
