@@ -1,7 +1,7 @@
-"""Refuses a run that is meant for GPUs where torch sees none: one that would take days on the CPU.
+"""Refuses a run that is meant for GPUs where torch sees none: one that would take very long on the CPU.
 
-A run that states its model counts as meant for GPUs if one of its steps would take more than a minute, or all
-of them more than a day, by the operations of the network. Small networks and few images train on a CPU.
+A run that states its model is meant for GPUs if one of its steps would take more than half a minute, or all of
+them more than half a day, by the operations of the network. Small networks and few images train on a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from horovod_volo.engine.task import Task
 
 # An assumption. VOLO-D1 trains with 62e9 to 70e9 on a core of an AMD EPYC with AVX-512 (docs/results.md).
 _FLOPS_OF_CORE = 50e9
-_MINUTE, _DAY, _MANY = 60.0, 86_400.0, 100_000
+_LONGEST_STEP_SECONDS, _LONGEST_RUN_HOURS, _MANY = 30.0, 12.0, 100_000
 
 
 def refuse_many_images(config: Config, task: Task, ranks: int, cores: int) -> None:
@@ -34,10 +34,10 @@ def refuse_long_run(config: Config, cost: ModelCost, ranks: int, cores: int, ima
     """Raise UserError if a run is too long for so many cores per rank; one of unknown cost is not."""
     derived = derive(config, ranks=ranks, images=images)
     step = PASSES * cost.forward_flops * derived.images_per_rank / (_FLOPS_OF_CORE * cores)
-    run = step * min(derived.total_steps, config.run.stop_at_step or derived.total_steps)
-    if step > _MINUTE or run > _DAY:
+    hours = step / 3600 * min(derived.total_steps, config.run.stop_at_step or derived.total_steps)
+    if step > _LONGEST_STEP_SECONDS or hours > _LONGEST_RUN_HOURS:
         raise UserError(
-            f"This run is meant for GPUs, but {why_no_gpu()} On the CPU it would take about {run / _DAY:,.1f} "
-            f"days, {step:,.1f} s per step: each rank has {counted(cores, 'core')}, with an assumed "
+            f"This run is for GPUs, but {why_no_gpu()} On the CPU it would take {hours:,.0f} hours, "
+            f"{step:,.1f} s per step: each rank has {counted(cores, 'core')}, with an assumed "
             f"{_FLOPS_OF_CORE / 1e9:.0f} GFLOP/s each. --device cpu starts it all the same."
         )

@@ -25,8 +25,8 @@ from tests.runs import MISTAKE, SMALL, STOPPED
 FAILED, SECONDS = 1, 60
 
 
-def command(images: Path, output: Path, *flags: str, ranks: int = 2) -> list[str]:
-    train = [*python(plain=True), "-m", "horovod_volo.train", str(images), *SMALL, "--ranks", str(ranks)]
+def command(images: Path, output: Path, *flags: str) -> list[str]:
+    train = [*python(plain=True), "-m", "horovod_volo.train", str(images), *SMALL, "--ranks", "2"]
     return [*train, "--output", str(output), "--name", "run", "--log-every", "1", *flags]
 
 
@@ -56,29 +56,22 @@ def rank_process(output: Path, rank: int) -> int:
 
 
 def test_ctrl_c_saves_once_and_the_run_resumes(images, tmp_path):
-    """A terminal sends it to the process group. Nothing but the world tells the output from one process's."""
+    """A terminal sends it to the process group. Lines have no prefix."""
     with training(images, tmp_path) as process:
         os.killpg(process.pid, signal.SIGINT)
         status, shown = end(process, tmp_path)
-    assert status == STOPPED
-    request, stopped = [line for line in shown.splitlines() if not line.startswith("step ")]
-    assert request == "SIGINT on rank 0: the run saves a checkpoint after this step and stops"
-    step = re.fullmatch(r"stopped at step (\d+) and saved; resume with --resume auto", stopped)[1]
-    done = run(
-        command(
-            images, tmp_path, "--epochs", "1000", "--resume", "auto", "--stop-at-step", f"{int(step) + 2}"
-        )
-    )
+    assert (status, shown.count("SIGINT on rank 0: the run saves")) == (STOPPED, 1)
+    step = re.search(r"\nstopped at step (\d+) and saved; resume with --resume auto\n$", shown)[1]
+    more = ("--epochs", "1000", "--resume", "auto", "--stop-at-step", f"{int(step) + 2}")
+    done = run(command(images, tmp_path, *more))
     assert done.returncode == STOPPED, done.stdout
     assert f"resumed  at step {step}" in done.stdout
-    assert "2 ranks on 1 host, launcher horovod-volo, gloo controller" in done.stdout
-    assert "<stdout>" not in done.stdout
+    assert done.stdout.startswith("     world  2 ranks on 1 host, launcher horovod-volo, gloo controller\n")
 
 
-@pytest.mark.parametrize("to_all", [False, True])
-def test_a_scheduler_may_signal_the_launcher_or_all_processes(images, tmp_path, to_all):
+def test_a_scheduler_may_signal_all_processes(images, tmp_path):
     with training(images, tmp_path) as process:
-        for each in processes(str(tmp_path)) if to_all else [process.pid]:
+        for each in processes(str(tmp_path)):
             os.kill(each, signal.SIGTERM)
         status, shown = end(process, tmp_path)
     assert (status, shown.count("SIGTERM on rank 0"), shown.count("stopped at step")) == (STOPPED, 1, 1)
@@ -86,9 +79,7 @@ def test_a_scheduler_may_signal_the_launcher_or_all_processes(images, tmp_path, 
 
 def test_a_second_ctrl_c_ends_all_at_once(images, tmp_path):
     with training(images, tmp_path) as process:
-        os.kill(process.pid, signal.SIGSTOP)  # so that the ranks get both when they are at work
-        os.kill(rank_process(tmp_path, 1), signal.SIGSTOP)  # and no step ends
-        os.kill(process.pid, signal.SIGCONT)
+        os.kill(rank_process(tmp_path, 1), signal.SIGSTOP)  # so that no step ends
         os.kill(process.pid, signal.SIGINT)
         assert any("saves a checkpoint" in line for line in process.stdout)
         os.kill(process.pid, signal.SIGINT)
@@ -121,10 +112,10 @@ def test_a_run_for_gpus_is_refused_once(images, tmp_path, capsys):
     large = ("--recipe", "volo_d1", "--batch-size", "20", "--img-size", "512")
     done = run(command(images, tmp_path, *large))
     assert (done.returncode, done.stdout.count("\n")) == (MISTAKE, 1), done.stdout
-    assert "meant for GPUs, but torch sees none: " in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert "for GPUs, but torch sees none: " in done.stdout
+    assert not (tmp_path / "run").exists()
     alone = [str(images), *large, "--output", str(tmp_path), "--resume", "nowhere", "--device"]
-    for device, text in (("auto", "meant for GPUs"), ("cuda", "torch sees none"), ("cpu", "nowhere")):
+    for device, text in (("auto", "for GPUs"), ("cuda", "torch sees none"), ("cpu", "nowhere")):
         assert main([*alone, device]) == MISTAKE
         assert text in capsys.readouterr().err
 
