@@ -1,7 +1,7 @@
 """Refuses a run that is meant for GPUs where torch sees none: one that would take very long on the CPU.
 
-A run that states its model is meant for GPUs if one of its steps would take more than half a minute, or all of
-them more than half a day, by the operations of the network. Small networks and few images train on a CPU.
+A run that states its model is meant for GPUs if a step would take more than half a minute, or all more than
+half a day, by the operations of the network. Small networks and few images train on a CPU.
 """
 
 from __future__ import annotations
