@@ -49,10 +49,7 @@ def end(process: subprocess.Popen[str], output: Path) -> tuple[int, str]:
 
 def rank_process(output: Path, rank: int) -> int:
     wanted = f"HOROVOD_VOLO_RANK={rank}".encode()
-    (found,) = (
-        each for each in processes(str(output)) if wanted in Path(f"/proc/{each}/environ").read_bytes()
-    )
-    return found
+    return next(pid for pid in processes(str(output)) if wanted in Path(f"/proc/{pid}/environ").read_bytes())
 
 
 def test_ctrl_c_saves_once_and_the_run_resumes(images, tmp_path):

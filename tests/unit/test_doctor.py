@@ -113,10 +113,9 @@ def test_what_is_measured_is_assessed(check: Callable, level: str, text: str, mo
 
 def test_a_slurm_job_without_gpus_is_told_to_request_some(monkeypatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    for on_bus, driver in ((0, ("", 0)), (8, ("550.54", 12040))):
-        assert "--gpus-per-node" in first_reason(on_bus, *driver, "12.8")[1]
+    assert all("--gpus-per-node" in first_reason(*host)[1] for host in ((0, "", 0, ""), (8, *CUDA_12)))
     monkeypatch.setenv("SLURM_JOB_GPUS", "0")
-    assert "--gpus-per-node" not in first_reason(8, "550.54", 12040, "12.8")[1]
+    assert "--gpus-per-node" not in first_reason(8, *CUDA_12)[1]
 
 
 @pytest.mark.parametrize(

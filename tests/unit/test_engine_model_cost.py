@@ -53,11 +53,10 @@ def test_operations_that_cannot_be_counted_are_not_invented() -> None:
 @pytest.mark.parametrize(
     ("changes", "images", "refused"),
     [
-        ({}, 1_281_167, True),  # days
+        ({"batch_size": 4}, 1_281_167, True),  # days
         ({"epochs": 1}, 128, True),  # a step of a minute
-        ({"epochs": 1, "batch_size": 4}, 40, False),
+        ({"batch_size": 4}, 40, False),
         ({"batch_size": 4, "stop_at_step": 9}, 1_281_167, False),
-        ({"model": "volo_demo", "img_size": 64}, 50_000, False),
     ],
 )
 def test_a_long_run_on_a_cpu_is_refused(changes: dict[str, Any], images: int, refused: bool) -> None:
