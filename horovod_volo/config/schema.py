@@ -75,7 +75,7 @@ class Launch:
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto",
-        "where ranks compute; auto: GPUs or, where torch sees none, the CPU, if that takes less than 12 hours",
+        "where ranks compute; auto: GPUs or, where torch sees none, the CPU, if that takes under 12 hours",
     )
     elastic: bool = setting(False, "go on as hosts are lost and added: horovodrun --host-discovery-script")
 
