@@ -71,7 +71,8 @@ def dry_run(config: Config, ranks: int) -> str:
     config = task.complete(config)
     counted = task.count(config) if config.data.data_dir else None
     if config.chooses_model and counted is not None:
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        on_gpu = torch.cuda.is_available() and config.launch.device != "cpu"
+        device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
         config = task.choose(config, counted[0], ranks, device)
     elif config.chooses_model:
         config = replace(config, warnings=(*config.warnings, _NOT_CHOSEN))

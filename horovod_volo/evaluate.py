@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
+from horovod_volo.cluster.launcher import start_ranks
 from horovod_volo.cluster.stop_signals import run_until_signal
-from horovod_volo.config.arguments import Parser, add_flags, flags_of, whole_number
+from horovod_volo.config.arguments import Parser, add_flags, add_ranks, flags_of, whole_number
 from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
 from horovod_volo.core.errors import UserError, escape_controls, list_problems
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     """Evaluate on one rank; return its exit status."""
     try:
         options = build_parser().parse_args(arguments)
+        start_ranks(options.ranks, "horovod_volo.evaluate", arguments)
     except UserError as problem:
         return refuse(problem)
     from horovod_volo.cluster.pinning import bind
@@ -130,6 +132,7 @@ def build_parser() -> Parser:
     worst = f"list the N classes of lowest accuracy, or 'all'; no number: {WORST_CLASSES} (default: none)"
     add("--per-class", type=_class_count, nargs="?", const=WORST_CLASSES, default=0, metavar="N", help=worst)
     add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")
+    add_ranks(parser)
     catalog = "folder for the list of images, seen by all hosts; empty: runs/catalogs, where several ranks "
     add_flags(
         parser,

@@ -1,5 +1,6 @@
 r"""The training entry: parse the settings, bind to the host, connect to the other ranks, train.
 
+    horovod-volo train /path/to/images --ranks auto
     horovodrun -np 8 horovod-volo train /path/to/imagenet --recipe volo_d1 \
       --token-label-data /path/to/token_label_data
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.cluster.launcher import resolve_ranks, start_ranks
 from horovod_volo.cluster.stop_signals import exit_at_once
 from horovod_volo.config.command_line import PREVIEWS, Request, parse
 from horovod_volo.config.schema import Config, by_flag
@@ -34,6 +36,8 @@ def main(arguments: list[str]) -> int:
     # torch and Horovod are imported late, so that --help answers at once.
     try:
         request = parse(arguments)
+        if not request.dry_run:
+            start_ranks(request.ranks, "horovod_volo.train", arguments)
     except UserError as problem:
         return refuse(problem)
     return _print_dry_run(request) if request.dry_run else _train(request.config)
@@ -44,7 +48,7 @@ def _print_dry_run(request: Request) -> int:
     """Print the dry run on rank 0. Horovod is not started, so no rank waits for another."""
     launch = read_launch_env()
     if launch.rank == 0:
-        print(PREVIEWS.find("dry run")(request.config, request.ranks or launch.size))
+        print(PREVIEWS.find("dry run")(request.config, resolve_ranks(request.ranks) or launch.size))
     return DONE
 
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 # The variables of rank, size, local rank and local size of each launcher. The first launcher whose variables
 # are set is taken.
+OWN = "horovod-volo"  # the launcher of --ranks, which sets Horovod's variables too
 _LAUNCHERS = {
+    OWN: "HOROVOD_VOLO_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE",
     "horovodrun": "HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE",
     "mpirun": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
     "OMPI_COMM_WORLD_LOCAL_SIZE",

@@ -85,6 +85,14 @@ def visible_gpus(
     return tuple(names.index(kernel_address(address)) for address, _ in shown)
 
 
+def count_gpus() -> int:
+    """Return the number of GPUs that CUDA shows to this process; of MIG devices, it shows one."""
+    setting, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list_gpus()
+    if setting is None:
+        return len(gpus)
+    return 1 if "MIG-" in setting else sum(1 for _ in _selected(gpus, setting))
+
+
 def _selected(driver_gpus: Sequence[tuple[str, str]], setting: str) -> Iterator[tuple[str, str]]:
     """Yield the GPUs that CUDA_VISIBLE_DEVICES selects, by index or UUID, in its order."""
     for name in filter(None, map(str.strip, setting.split(","))):

@@ -78,6 +78,7 @@ class _EndOnSignal:
             # A shell ignores SIGINT for a command in the background.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.interrupt)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # ranks of --ranks start with them blocked
         threading.Thread(target=self._end, args=(receiver,), daemon=True).start()
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002

@@ -16,6 +16,7 @@ from torch import Tensor
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.collectives import Collectives, HorovodCollectives, RankLostError, WaitForResult
 from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
+from horovod_volo.cluster.missing_gpu import why_no_gpu
 from horovod_volo.cluster.pinning import compute_threads, plan_own_binding
 from horovod_volo.core.errors import UserError
 
@@ -163,9 +164,9 @@ class RankResources:
         return f"{self.device}; {self.binding}"
 
 
-def rank_resources(world: World) -> RankResources:
-    """Return this rank's device and threads, and set both in torch. Collective: every rank calls this."""
-    device = world.run_on_all_ranks(lambda: _device(world))
+def rank_resources(world: World, wanted: str = "auto") -> RankResources:
+    """Return this rank's device, as --device wants, and threads; set both in torch. Collective."""
+    device = world.run_on_all_ranks(lambda: _device(world, wanted))
     _check_devices(device, world)
     binding = world.binding
     torch.set_num_threads(compute_threads(binding.threads))
@@ -174,8 +175,10 @@ def rank_resources(world: World) -> RankResources:
     return RankResources(device, binding.threads, str(binding))
 
 
-def _device(world: World) -> torch.device:
-    gpus = torch.cuda.device_count()
+def _device(world: World, wanted: str) -> torch.device:
+    gpus = 0 if wanted == "cpu" else torch.cuda.device_count()
+    if gpus == 0 and wanted == "cuda":
+        raise UserError(f"--device cuda needs a GPU, but {why_no_gpu()}")
     if gpus == 0:
         return torch.device("cpu")
     if gpus == 1:  # the host has one, or the scheduler shows one to each rank

@@ -24,7 +24,7 @@ _FOREIGN = {
     "--validation-batch-size-multiplier": "--eval-batch-size is a number of images, not a factor.",
     "--nproc-per-node --nnodes --node-rank --rdzv-* --master-addr --master-port --local-rank --world-size "
     "--dist-url --dist-backend --standalone": (
-        "The launcher says how many ranks there are and where: horovodrun -np RANKS -H HOST:GPUS,..."
+        "On one host it is --ranks N, or auto; on several, horovodrun -np RANKS -H HOST:GPUS,..."
     ),
     "--horovod-autotune --horovod-timeline": (
         "Set HOROVOD_AUTOTUNE=1 with HOROVOD_AUTOTUNE_LOG=FILE, or HOROVOD_TIMELINE=FILE, for all ranks."
@@ -35,7 +35,6 @@ _FOREIGN = {
     "--log-to --log-wandb --wandb-*": (
         "TensorBoard's events can be sent to a service, and so can a callback's metrics: docs/monitoring.md."
     ),
-    "--device": "A rank takes a GPU, or the CPU where there is none; CUDA_VISIBLE_DEVICES limits the GPUs.",
     "--max-restarts": "A job started again goes on with --resume auto; an --elastic run may lose hosts.",
     "--config -c": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
     "--no-aug": "No augmentation: --aa '' --color-jitter 0 --reprob 0 --scale 1 1 --ratio 1 1 --hflip 0.",
@@ -123,6 +122,19 @@ def whole_number(least: int, *, because: str = "") -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+AUTO = -1  # as a number of ranks: one for each GPU
+
+
+def add_ranks(parser: argparse._ActionsContainer, help: str = "") -> None:
+    """Add the flag of the ranks that a command starts on this host; 0: none."""
+
+    def read(text: str) -> int:
+        return AUTO if text == "auto" else whole_number(1, because="; or auto")(text)
+
+    help = f"ranks to start on this host, without horovodrun; auto: one for each visible GPU, or 1{help}"
+    parser.add_argument("--ranks", type=read, default=0, metavar="N", help=help)
 
 
 class _Given(argparse.Action):

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horovod_volo.config.arguments import Parser, add_flag, add_flags, add_flags_without_effect
+from horovod_volo.config.arguments import Parser, add_flag, add_flags_without_effect, add_ranks
 from horovod_volo.config.recipe import assemble, load_recipe, recipe_names
 from horovod_volo.config.schema import Config, Model, Run, all_settings, group_types
-from horovod_volo.config.setting import Setting, shown
+from horovod_volo.config.setting import shown
 from horovod_volo.config.update_settings import Update
 from horovod_volo.config.validation import check
 from horovod_volo.core.errors import UserError
@@ -36,12 +36,12 @@ class Request(NamedTuple):
 
     config: Config
     dry_run: bool
-    ranks: int  # of a dry run; 0: those that the launcher started
+    ranks: int  # to start, or of a dry run; 0: those that a launcher has started
 
 
 _USUAL = {
     *("data_dir", "recipe", "model", "img_size", "epochs", "batch_size", "global_batch", "lr", "precision"),
-    *("token_label_data", "finetune", "output", "name", "resume", "val_split"),
+    *("ranks", "token_label_data", "finetune", "output", "name", "resume", "val_split"),
 }
 # What a run without a model and a recipe chooses (engine/open_settings.py), or names after the data folder.
 _CHOSEN = {
@@ -53,7 +53,7 @@ _EXAMPLES = """These are the usual flags; --help-all lists all, and --dry-run pr
 
 examples:
   horovod-volo train FOLDER                        folders of classes: the rest is chosen, and said
-  horovod-volo train FOLDER --epochs 10 --resume auto
+  horovod-volo train FOLDER --ranks auto --epochs 10 --resume auto
   horovod-volo train FOLDER --recipe volo_d1 --dry-run --ranks 40
   horovodrun -np 8 horovod-volo train FOLDER --recipe volo_d1 --token-label-data LABELS
 """
@@ -103,8 +103,7 @@ def build_parser() -> Parser:
     add("--help-all", nargs=0, action=_Help, help="print all flags")
     add("--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}")
     add("--dry-run", action="store_true", help="print settings, batch, steps, memory and traffic, and stop")
-    ranks = "number of ranks to assume with --dry-run; 0: those that the launcher started"
-    add_flags(parser, Setting(name="ranks", kind=int, default=0, at_least=1, help=ranks))
+    add_ranks(parser, "; with --dry-run: ranks to assume")
     sections = {name: parser.add_argument_group(table.__doc__) for name, table in group_types().items()}
     for setting in all_settings():
         add_flag(sections[setting.group], setting, required=False)
@@ -119,10 +118,6 @@ def parse(argv: list[str]) -> Request:
         build_parser().parse_args(sorted(argv, key=lambda word: word in ("-h", "--help", "--help-all")))
     )
     recipe_name, dry_run, ranks = (flags.pop(name) for name in ("recipe", "dry_run", "ranks"))
-    if ranks and not dry_run:
-        raise UserError(
-            "--ranks goes with --dry-run. A real run gets its ranks from `horovodrun -np` or `mpirun -np`."
-        )
     config = build_config(recipe_name, flags)
     if unused := ", ".join(name for name in flags if name.startswith("--")):
         warnings = (*config.warnings, f"{unused}: without effect here (docs/migration.md)")

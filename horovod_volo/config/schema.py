@@ -77,6 +77,10 @@ class Launch:
         "bind each rank to its part of the cores of the NUMA node next to its GPU; core: to one hardware "
         "thread of each of these cores; none: do not bind",
     )
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto",
+        "where ranks compute; auto: GPUs or, where torch sees none, the CPU, if that takes under 12 hours",
+    )
     elastic: bool = setting(False, "go on as hosts are lost and added: horovodrun --host-discovery-script")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -12,11 +11,10 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.processes import die_with_parent
 
 Key = TypeVar("Key")
 Result = TypeVar("Result")
-
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def run_in_processes(
@@ -31,7 +29,7 @@ def run_in_processes(
     """
     # Spawned, not forked: a forked process inherits locked mutexes of other threads.
     pool = ProcessPoolExecutor(
-        min(workers, len(tasks)) or 1, get_context("spawn"), _die_with_parent, (os.getpid(),)
+        min(workers, len(tasks)) or 1, get_context("spawn"), die_with_parent, (os.getpid(),)
     )
     try:
         # Ctrl-C reaches all processes of the terminal. Workers inherit that it is blocked: this process
@@ -50,9 +48,3 @@ def run_in_processes(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _die_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

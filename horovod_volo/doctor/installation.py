@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -13,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.cluster.missing_gpu import first_reason
 from horovod_volo.cluster.topology import driver_versions, gpus_on_bus, read_text_or_empty
 from horovod_volo.core.errors import UserError
 from horovod_volo.doctor.report import Finding, failure, from_error, ok, warning
 
 _VERSION_TIMEOUT_SECONDS = 20
-_DRIVERS = {12: 525, 13: 580}  # the oldest that run a version of CUDA
 
 
 def check_torch() -> Iterator[Finding]:
@@ -122,39 +121,17 @@ def check_gpus() -> Iterator[Finding]:
     """Check GPUs, driver and PyTorch."""
     import torch
 
-    driver, driver_cuda = driver_versions()
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    yield assess_gpus(len(gpus_on_bus()), driver, driver_cuda, torch.version.cuda or "", names)
+    yield assess_gpus(len(gpus_on_bus()), *driver_versions(), torch.version.cuda or "", names)
 
 
 def assess_gpus(on_bus: int, driver: str, driver_cuda: int, torch_cuda: str, names: Sequence[str]) -> Finding:
-    """Report the first reason why PyTorch cannot use the GPUs that are on the PCI bus.
-
-    `driver_cuda` is the newest CUDA of the driver, as 12040 for 12.4, `torch_cuda` that of the PyTorch build,
-    and `names` are the GPUs that PyTorch sees. An empty text means that there is none.
-    """
-    if not on_bus and not names:
-        return ok("none; ranks compute on the CPU")
-    hidden, torch_major = os.environ.get("CUDA_VISIBLE_DEVICES"), int(torch_cuda.partition(".")[0] or 0)
-    if not driver:
-        text = f"{on_bus} NVIDIA GPUs, but no driver responds"
-        remedy = "Install NVIDIA's driver; start a container with the GPUs (--gpus all)."
-    elif not torch_cuda:
-        text = f"{on_bus} NVIDIA GPUs, but torch is built without CUDA"
-        remedy = "Point pip at an index with torch's CUDA build, remove .venv, and run ./tools/setup again."
-    elif driver_cuda and driver_cuda // 1000 < torch_major:
-        newest = f"{driver_cuda // 1000}.{driver_cuda % 1000 // 10}"
-        text = f"driver {driver} supports CUDA up to {newest}, torch is built with {torch_cuda}"
-        oldest = _DRIVERS.get(torch_major)
-        wanted = f"driver {oldest} or newer" if oldest else f"a driver for CUDA {torch_cuda}"
-        remedy = f"Install {wanted}, or a torch built with {newest}."
-    elif not names:
-        text = f"{on_bus} NVIDIA GPUs, but torch sees none"
-        text += "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden!r})"
-        remedy = "Remove CUDA_VISIBLE_DEVICES from the job, or see what `nvidia-smi` reports."
-    else:
+    """Report the GPUs that PyTorch sees, or why it sees none of those that are on the PCI bus."""
+    if names:
         return ok(f"{len(names)} x {', '.join(dict.fromkeys(names))}, driver {driver}")
-    return failure(text, remedy)
+    if not on_bus:
+        return ok("none; ranks compute on the CPU")
+    return failure(*first_reason(on_bus, driver, driver_cuda, torch_cuda))
 
 
 def check_rdma(root: Path = Path("/")) -> Iterator[Finding]:

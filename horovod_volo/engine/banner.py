@@ -10,6 +10,9 @@ from textwrap import indent
 from torch import Tensor
 
 from horovod_volo.cluster.buckets import Bucket, message_bytes
+from horovod_volo.cluster.launch_env import OWN
+from horovod_volo.cluster.pinning import count_gpus
+from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config, Published, all_settings
@@ -34,6 +37,7 @@ def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
     properties = {
         "world": f"{world.size} ranks on {counted(len(set(hosts)), 'host')}, launcher {world.launcher}, "
         f"{world.controller} controller",
+        "gpus": unused_gpus(world) if context.resources.device.type == "cuda" else "",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
         "data": context.data.describe(config),
         "decoder": describe_decoder(config.data.image_decoder),
@@ -45,6 +49,12 @@ def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
         epoch = f"epoch {state.step / derived.steps_per_epoch:.4g} of {derived.epochs}"
         properties["resumed"] = f"at step {state.step:,}: {epoch}"
     return {name: text for name, text in properties.items() if text}
+
+
+def unused_gpus(world: World) -> str:
+    """Say how many of the visible GPUs a run uses that no other launcher has started."""
+    gpus, is_own = count_gpus(), world.launcher in ("none", OWN)
+    return f"{world.size} of {gpus} GPUs: --ranks auto uses all" if is_own and world.size < gpus else ""
 
 
 def settings_lines(

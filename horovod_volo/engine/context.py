@@ -17,6 +17,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS, CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.model_cost import ModelCost
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState
 from horovod_volo.engine.task import Task, TaskData
@@ -35,6 +36,7 @@ class Plan(NamedTuple):
     task: Task
     data: TaskData
     resources: RankResources
+    cost: ModelCost = ModelCost()
 
 
 @dataclass
@@ -65,7 +67,7 @@ class TrainContext:
         self, plan: Plan, world: World, state: TrainState, logger: Logger, stop: StopRequest
     ) -> None:
         """Build the task's learner and the schedules of a run, given its state."""
-        self.config, self.derived, self.task, self.data, self.resources = plan
+        self.config, self.derived, self.task, self.data, self.resources, self.cost = plan
         self.world, self.state, self.logger, self.stop = world, state, logger, stop
         device, reducer = self.resources.device, state.reducer
         self.learner = self.task.begin(self.config, world, self.data, self.resources, state.model)
@@ -90,7 +92,6 @@ class TrainContext:
         self.callbacks = Callbacks()
         self.hosts: Sequence[str] = ()  # of the ranks
         self.lock: RunLock | None = None  # of the run folder, on rank 0
-        self.forward_flops = 0.0  # of the network, of one image; 0: not known
         self.peak_flops = 0.0  # FLOP/s of the devices of all ranks together; 0: not known
 
     @property

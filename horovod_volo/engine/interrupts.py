@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.cluster.launch_env import OWN, read_launch_env
+from horovod_volo.cluster.launcher import STOP_SIGNALS as _SIGNALS
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _REPEATABLE = (signal.SIGHUP, signal.SIGUSR1)
 _STDERR = 2
 
@@ -83,5 +83,6 @@ class StopRequest:
             # print() must not be called in a handler that may have interrupted it.
             os.write(_STDERR, f"{text}\n".encode())
         self.received = True
-        if number not in _REPEATABLE:
+        # The launcher of --ranks counts requests, and passes one on that the rank may have received already.
+        if number not in _REPEATABLE and launch.launcher != OWN:
             signal.signal(number, self._next.get(number, signal.SIG_DFL))

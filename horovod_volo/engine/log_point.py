@@ -120,8 +120,8 @@ def _speed(context: TrainContext, reports: Sequence[RankReport], steps: float) -
     }
     if context.state.scaler.is_enabled():
         values["loss_scale"] = context.state.scaler.get_scale()
-    if context.forward_flops:
-        flops = PASSES * context.forward_flops * images_per_second
+    if context.cost.forward_flops:
+        flops = PASSES * context.cost.forward_flops * images_per_second
         values["model_tflops"] = flops / len(reports) / 1e12
         if context.peak_flops:
             values["mfu"] = round(flops / context.peak_flops, _DIGITS)

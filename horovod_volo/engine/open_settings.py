@@ -114,7 +114,7 @@ def _learning_rates(global_batch: int, device: DeviceFacts) -> dict[str, Any]:
 
 
 def _description(chosen: Mapping[str, Any], images: int, device: DeviceFacts) -> str:
-    why = "no GPU" if device.kind == "cpu" else f"a GPU of {device.gib:.0f} GiB"
+    why = "the CPU" if device.kind == "cpu" else f"a GPU of {device.gib:.0f} GiB"
     texts = {
         "model": "{}",
         "img_size": "images of {} px",

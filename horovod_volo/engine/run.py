@@ -18,6 +18,7 @@ import torch
 
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.collectives import HostsChangedError, RankLostError
+from horovod_volo.cluster.launch_env import OWN
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.derived import derive, resolve
@@ -36,6 +37,7 @@ from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restor
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.context import Plan, TrainContext, run_folder
+from horovod_volo.engine.cpu_runs import refuse_long_run, refuse_many_images
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.model_cost import count_cost
@@ -63,9 +65,9 @@ class Start(NamedTuple):
 FROM_DISK = Start()  # from a checkpoint, or with fresh weights
 
 
-def settle(config: Config, world: World) -> Plan:
+def settle(config: Config, world: World, start: Start) -> Plan:
     """Make the settings final: complete them for the model, the ranks and the images. Collective."""
-    begin_stage, resources = world.collectives.heartbeat.begin, rank_resources(world)
+    begin_stage, resources = world.collectives.heartbeat.begin, rank_resources(world, config.launch.device)
     begin_stage("importing plugins")
 
     def complete() -> tuple[Task, Config, Config]:
@@ -79,21 +81,29 @@ def settle(config: Config, world: World) -> Plan:
         return task, stated, resolved
 
     task, stated, config = world.run_on_all_ranks(complete)
+    fell_back = resources.device.type == "cpu" and config.launch.device == "auto"
+    may_be_long = fell_back and not config.chooses_model and start.take_over is None
+    if may_be_long:
+        world.run_on_rank_zero(partial(refuse_many_images, config, task, world.size, resources.threads))
     begin_stage("listing the data")
     data = task.read(config, world)
-    images = len(data.train)
+    images, classes = len(data.train), len(data.train.classes)
     if config.chooses_model:
         chosen = task.choose(stated, images, world.size, resources.device)
         config = resolve(world.broadcast_object(chosen), world.size)  # GPUs of ranks may differ
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=images))
-    return Plan(config, derived, task, data, resources)
+    cost = world.run_on_rank_zero(partial(count_cost, config, task, classes))
+    if may_be_long:
+        refuse = partial(refuse_long_run, config, cost, world.size, resources.threads, images)
+        world.run_on_rank_zero(refuse)
+    return Plan(config, derived, task, data, resources, cost)
 
 
 def setup(
     config: Config, world: World, stop: StopRequest, start: Start = FROM_DISK
 ) -> tuple[TrainContext, list[str]]:
     """Build a run, stage by stage; return it with warnings. Collective: every rank calls this."""
-    plan = settle(config, world)
+    plan = settle(config, world, start)
     config, resources, classes = plan.config, plan.resources, len(plan.data.train.classes)
     begin_stage, slow = world.collectives.heartbeat.begin, LONGEST_WRITE_SECONDS
 
@@ -143,8 +153,8 @@ def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[L
         lock = RunLock(folder, job)
         clean_up(folder / CHECKPOINTS)
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
-        # Launchers prefix lines with the rank, which would break a progress line rewritten in place.
-        live = world.launcher == "none"
+        # Other launchers prefix lines with the rank, which would break a progress line rewritten in place.
+        live = world.launcher in ("none", OWN)
         return RunLogger(folder, length, live=live, may_write=lock.check), lock
     except OSError as error:
         raise UserError(
@@ -245,21 +255,18 @@ def log_start(context: TrainContext, warnings: list[str], *, shown: bool = True)
     properties = banner(context, hosts)
     if shown:
         context.logger.log(*format_lines(properties, [*binding_warnings, *warnings]))
-    _count_operations(context)
+    _note_peak(context)
     context.logger.describe(context.state.step, partial(describe_run, context))
     context.logger.write_file("resolved.toml", dump(context.config))
     environment = collect_environment() | {"hosts": hosts, "bindings": bindings, "banner": properties}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))
 
 
-def _count_operations(context: TrainContext) -> None:
-    """Count what the network costs, and note the peak of the devices. Collective: every rank calls this."""
+def _note_peak(context: TrainContext) -> None:
+    """Note the peak of the devices. Collective: every rank calls this."""
     world, device, precision = context.world, context.resources.device, context.config.model.precision
-    classes = len(context.data.train.classes)
-    cost = world.run_on_rank_zero(partial(count_cost, context.config, context.task, classes))
-    context.forward_flops = cost.forward_flops
-    if cost.problem:
-        context.logger.log(f"the operations of the network are not counted: {cost.problem}")
+    if context.cost.problem:
+        context.logger.log(f"the operations of the network are not counted: {context.cost.problem}")
     if device.type != "cuda":
         return
     gpu = torch.cuda.get_device_name(device)

@@ -49,7 +49,7 @@ def open_context(
 ) -> Iterator[OpenContext]:
     """Return a function that sets up runs on the device; all are closed at the end."""
 
-    def use_device(world: World) -> RankResources:
+    def use_device(world: World, _device: str) -> RankResources:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         return RankResources(device=device, threads=2, binding="test")

@@ -17,6 +17,7 @@ import torch
 
 from horovod_volo.build_horovod import BUILD_SCRIPT
 from horovod_volo.cluster.launch_env import LaunchEnv
+from horovod_volo.cluster.missing_gpu import first_reason
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.cluster.world import World
 from horovod_volo.core import environment
@@ -110,6 +111,13 @@ def test_what_is_measured_is_assessed(check: Callable, level: str, text: str, mo
     found = finding_of(check())
     assert (found.level, bool(found.remedy)) == (level, level != "ok")
     assert text in found.text
+
+
+def test_a_slurm_job_without_gpus_is_told_to_request_some(monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert all("--gpus-per-node" in first_reason(*host)[1] for host in ((0, "", 0, ""), (8, *CUDA_12)))
+    monkeypatch.setenv("SLURM_JOB_GPUS", "0")
+    assert "--gpus-per-node" not in first_reason(8, *CUDA_12)[1]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from horovod_volo.config.recipe import assemble
+from horovod_volo.core.errors import UserError
 from horovod_volo.engine.classification import TASKS
+from horovod_volo.engine.cpu_runs import refuse_long_run
 from horovod_volo.engine.model_cost import PASSES, count_cost
 from horovod_volo.engine.task import Network
 from horovod_volo.monitor.meters import peak_flops
@@ -45,6 +48,22 @@ def test_operations_that_cannot_be_counted_are_not_invented() -> None:
     task: Any = UnknownNetwork()
     cost = count_cost(assemble({}, fallback_name=""), task, 3)
     assert (cost.forward_flops, bool(cost.problem)) == (0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "images", "refused"),
+    [
+        ({"batch_size": 4}, 1_281_167, True),  # days
+        ({"epochs": 1}, 128, True),  # a step of a minute
+        ({"batch_size": 4}, 40, False),
+        ({"batch_size": 4, "stop_at_step": 9}, 1_281_167, False),
+    ],
+)
+def test_a_long_run_on_a_cpu_is_refused(changes: dict[str, Any], images: int, refused: bool) -> None:
+    config = assemble({"model": "volo_d1"} | changes, fallback_name="")
+    cost = count_cost(config, TASKS.find("classification"), 1000)
+    with pytest.raises(UserError, match="--device cpu") if refused else nullcontext():
+        refuse_long_run(config, cost, 1, 2, images)
 
 
 def test_peaks_are_those_of_known_gpus() -> None:
