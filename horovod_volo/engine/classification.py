@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,9 +19,11 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.data.image_decoder import Normalization
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.engine.accuracy import CONFUSIONS, Confusions, ImageScores, find_confusions
 from horovod_volo.engine.classification_data import Images, count_images, map_geometry, read_images
+from horovod_volo.engine.head_fit import fit_head, linear_head
 from horovod_volo.engine.open_settings import (
     choose_settings,
     device_facts,
@@ -39,6 +42,7 @@ from horovod_volo.models.build import (
 )
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.registry import NORMS_OVER_RANKS
+from horovod_volo.models.timm_api import fetch_weights
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.models.weights_header import finetune_warnings, statistics_of_run
 from horovod_volo.monitor.logger import Picture
@@ -62,8 +66,11 @@ class Classification:
         fitting = fit_to_model(config)
         return fitting if fitting.chooses_model else with_token_size_warning(fitting)
 
-    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
-        return with_token_size_warning(choose_settings(config, images, ranks, device_facts(device)))
+    def choose(
+        self, config: Config, images: int, ranks: int, device: torch.device, *, download: bool
+    ) -> Config:
+        fetch = fetch_weights if download else lambda _: ""
+        return self.complete(choose_settings(config, images, ranks, device_facts(device), fetch))
 
     def read(self, config: Config, world: World) -> Images:
         return read_images(config, world)
@@ -81,12 +88,15 @@ class Classification:
             grad_checkpoint=settings.grad_checkpoint,
             aux_head=trains_aux_head(config),
         )
+        heads = spec_of(settings.model).heads
+        if settings.fit_head:
+            linear_head(network, heads)
         if settings.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").synchronize(network)
         forward = training_forward(network)
         return Network(
             network,
-            heads=spec_of(settings.model).heads,
+            heads=heads,
             training_forward=lambda images: forward(images, lambda tokens: tokens, 0),
             load_weights=partial(_load_weights, network, config),
         )
@@ -138,6 +148,7 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         self.config, self.world, self.images, self.network = config, world, images, network
         self.device = resources.device
         self.train_loader, self.eval_loader = build_loaders(config, world, images, resources)
+        self._resources = resources
         self.bad_held_out = self.eval_loader.bad_samples
         self.network_forward: Forward = training_forward(network)
         side = tokens_per_side(config.model.model, config.model.img_size)
@@ -157,6 +168,17 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
     def loss(self, outputs: Logits, batch: TrainBatch) -> LossParts:
         """Return the losses of the class and, with token labels, of the tokens."""
         return self.criterion(outputs.classes, outputs.tokens, batch.labels, outputs.mix)
+
+    def before_first_step(
+        self, networks: Sequence[nn.Module], stop_requested: Callable[[], bool], beat: Beat
+    ) -> str:
+        """Fit the classifier to features of the training images, with --fit-head."""
+        if not self.config.model.fit_head:
+            return ""
+        heads, images = spec_of(self.config.model.model).heads, self.images.train
+        loader = build_eval_loader(self.config, self.world, images, self._resources)
+        with closing(loader), self.autocast:
+            return fit_head(networks, heads, loader, len(images), self.world, stop_requested, beat)
 
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the accuracy of a model on the held-out images. Collective: every rank calls this."""
@@ -210,26 +232,33 @@ def build_loaders(
     config: Config, world: World, images: Images, resources: RankResources
 ) -> tuple[TrainLoader, EvalLoader]:
     """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
+    order = {"seed": config.run.seed, "accumulation": config.update.accumulation}
+    common = _loading(config, world, resources)
+    train_loader = TrainLoader(images.train, images.label_maps, config.data, **order, **common)
+    return train_loader, build_eval_loader(config, world, images.held_out, resources)
+
+
+def build_eval_loader(config: Config, world: World, images: Catalog, resources: RankResources) -> EvalLoader:
+    """Build the loader of this rank's part of some images, cropped as in evaluation."""
     data, spec = config.data, spec_of(config.model.model)
-    common: dict[str, Any] = {
+    return EvalLoader(
+        images,
+        data,
+        crop_pct=data.crop_pct or spec.crop_pct,
+        interpolation=spec.interpolation,
+        **_loading(config, world, resources),
+    )
+
+
+def _loading(config: Config, world: World, resources: RankResources) -> dict[str, Any]:
+    return {
         "image_size": config.model.img_size,
         "rank": world.rank,
         "size": world.size,
         "device": resources.device,
-        "threads": data.workers or resources.threads,
-        "normalization": Normalization(*statistics_of_run(data, config.model.model)),
+        "threads": config.data.workers or resources.threads,
+        "normalization": Normalization(*statistics_of_run(config.data, config.model.model)),
     }
-    seed, accumulation = config.run.seed, config.update.accumulation
-    return (
-        TrainLoader(images.train, images.label_maps, data, seed=seed, accumulation=accumulation, **common),
-        EvalLoader(
-            images.held_out,
-            data,
-            crop_pct=data.crop_pct or spec.crop_pct,
-            interpolation=spec.interpolation,
-            **common,
-        ),
-    )
 
 
 TASKS: Registry[Task] = Registry("task", "--task")

@@ -24,7 +24,7 @@ from horovod_volo.engine.divergence import note_outcome, train_again
 from horovod_volo.engine.log_point import log_bad_samples, log_point
 from horovod_volo.engine.step import train_step
 from horovod_volo.engine.step_record import with_pictures
-from horovod_volo.engine.task import Metrics
+from horovod_volo.engine.task import Metrics, StoppedError
 from horovod_volo.models.build import start_training
 
 
@@ -34,11 +34,31 @@ def fit(context: TrainContext) -> bool:
     An early stop counts as the last step. In any case the state is saved in a checkpoint.
     """
     with garbage_collected_at_log_points():
+        if context.state.step == 0 and context.checkpoints.step != 0:
+            try:
+                prepare(context)
+            except StoppedError:
+                return False
         while True:
             try:
                 return train_epochs(context)
             except CorruptedError as error:
                 train_again(context, error.ranks)
+
+
+def prepare(context: TrainContext) -> None:
+    """Let the task change the network before the first step. Collective: every rank calls this."""
+
+    def beat(_: int) -> None:
+        context.heartbeat.beat(context.state.step)
+
+    saves, context.stop.effect = context.stop.effect, "the run stops; before its first step it saves nothing"
+    networks = [context.state.model.eval(), *context.state.average.models().values()]
+    done = context.learner.before_first_step(networks, lambda: context.stop.received, beat)
+    start_training(context.state.model)
+    context.stop.effect = saves
+    if done:
+        context.log(done)
 
 
 def train_epochs(context: TrainContext) -> bool:
@@ -136,7 +156,7 @@ def evaluate(context: TrainContext) -> Metrics:
 def evaluation_due(context: TrainContext) -> bool:
     """Return whether the current step ends an epoch that must be evaluated and has not been. Collective."""
     epochs_done, steps_over = context.derived.epoch_of(context.state.step)
-    if steps_over or epochs_done == 0:
+    if steps_over or (epochs_done == 0 and not context.config.model.fit_head):
         return False
     selected = epochs_done % context.config.run.eval_every == 0 or epochs_done == context.derived.epochs
     return selected and not has_evaluation(context)

@@ -83,8 +83,9 @@ def settle(config: Config, world: World) -> Plan:
     data = task.read(config, world)
     images = len(data.train)
     if config.chooses_model:
-        chosen = task.choose(stated, images, world.size, resources.device)
-        config = resolve(world.broadcast_object(chosen), world.size)  # GPUs of ranks may differ
+        begin_stage("choosing a network and its weights", LONGEST_WRITE_SECONDS)  # they may be downloaded
+        choose = partial(task.choose, stated, images, world.size, resources.device, download=True)
+        config = resolve(world.run_on_rank_zero(choose), world.size)  # GPUs of ranks may differ
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=images))
     return Plan(config, derived, task, data, resources)
 
@@ -104,7 +105,8 @@ def setup(
     is_new = checkpoint is None and start.take_over is None
 
     begin_stage("building the network", slow if config.model.finetune else 0.0)
-    finetune = config.model.finetune if is_new else ""
+    # The other ranks receive the state of rank 0, which alone may have to download the weights.
+    finetune = config.model.finetune if is_new and world.is_rank_zero else ""
     build = partial(build_state, config, world, plan.task, num_classes=classes, finetune=finetune)
     state, warnings = world.run_on_all_ranks(partial(build, device=resources.device))
 
@@ -280,5 +282,7 @@ def end_message(context: TrainContext, finished: bool) -> str:
         why = f" of {total}, because {none_better}"
         best = context.checkpoint_folder / "best"
         return f"done: {step} steps{why if step < total else ''}; best weights in {best}"
+    if not step:
+        return "stopped at step 0 and saved nothing: the same command starts again"
     why = ", because of --stop-at-step" if step == context.config.run.stop_at_step else ""
     return f"stopped at step {step} and saved{why}; resume with --resume auto"

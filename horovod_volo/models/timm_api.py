@@ -26,6 +26,7 @@ except RuntimeError:  # "operator torchvision::nms does not exist"
         _signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         torch.library.define(f"torchvision::{_name}", _signature)
 
+import huggingface_hub as hub
 from timm import create_model, get_pretrained_cfg, is_model, list_models
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc
@@ -45,6 +46,8 @@ __all__ = [
     "resample_abs_pos_embed",
     "resample_abs_pos_embed_nhwc",
 ]
+
+_PROBE_SECONDS = 5.0
 
 
 def allow_posterize_to_no_bits() -> None:
@@ -85,6 +88,23 @@ def described(names: Sequence[str]) -> list[str]:
     info = ImageNetInfo()
     known = set(info.label_names())
     return [f"{name} {info.label_name_to_description(name)}" if name in known else name for name in names]
+
+
+def fetch_weights(name: str) -> str:
+    """Bring published weights into timm's cache; return why that is impossible, or an empty string.
+
+    One request, without retries, shows whether the hub can be reached: an offline machine waits for seconds.
+    """
+    repository, file = f"{get_pretrained_cfg(name).hf_hub_id}", "model.safetensors"
+    try:
+        hub.hf_hub_download(repository, file, local_files_only=True)
+    except OSError:
+        try:
+            hub.get_hf_file_metadata(hub.hf_hub_url(repository, file), timeout=_PROBE_SECONDS)
+            hub.hf_hub_download(repository, file)
+        except Exception as error:  # the hub's HTTP client has other exceptions in other releases
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    return ""
 
 
 def downloaded_weights(name: str) -> dict[str, Tensor]:
