@@ -72,7 +72,7 @@ def dry_run(config: Config, ranks: int) -> str:
     counted = task.count(config) if config.data.data_dir else None
     if config.chooses_model and counted is not None:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        config = task.choose(config, counted[0], ranks, device, download=False)
+        config = task.choose(config, counted[0], ranks, device)
     elif config.chooses_model:
         config = replace(config, warnings=(*config.warnings, _NOT_CHOSEN))
     return describe(config, ranks, measure_workload(config, counted))

@@ -140,7 +140,8 @@ class Model:
         False,
         "before the first step, fit the classifier to the features of the training images (logistic "
         "regression); with --epochs 0 the run ends with it",
-        idle=("without --task classification", RESUMED),
+        idle=(RESUMED,),
+        excludes={"--task [sd]*": "{flag} is for --task classification. Drop one of them."},
     )
     use_ema: bool = setting(
         False, "fine-tune from the EMA weights of --finetune", needs="--finetune", idle=(RESUMED,)

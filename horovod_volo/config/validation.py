@@ -71,7 +71,7 @@ def check(config: Config) -> None:
             f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix.",
         ),
         (
-            not update.epochs and not (config.model.fit_head and config.model.task == "classification"),
+            not update.epochs and not config.model.fit_head,
             "--epochs 0 takes no step. Give at least 1, or fit the classifier to features (--fit-head).",
         ),
         (

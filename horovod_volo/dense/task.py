@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources, World
@@ -171,7 +172,7 @@ class DenseTask(Task, ABC):
     def metadata(self, config: Config) -> dict[str, Any]:
         return {"sync_bn": config.model.sync_bn}
 
-    def choose(self, config: Config, *_: Any, download: bool) -> Config:  # noqa: ARG002
+    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:  # noqa: ARG002
         return config
 
     def begin(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.engine.accuracy import CONFUSIONS, Confusions, ImageScores, find_confusions
 from horovod_volo.engine.classification_data import Images, count_images, map_geometry, read_images
-from horovod_volo.engine.head_fit import fit_head, linear_head
 from horovod_volo.engine.open_settings import (
     choose_settings,
     device_facts,
@@ -35,6 +33,7 @@ from horovod_volo.models.build import (
     Forward,
     build_model,
     check_model,
+    linear_head,
     our_name,
     spec_of,
     tokens_per_side,
@@ -42,7 +41,7 @@ from horovod_volo.models.build import (
 )
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.registry import NORMS_OVER_RANKS
-from horovod_volo.models.timm_api import fetch_weights
+from horovod_volo.models.timm_api import why_missing
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.models.weights_header import finetune_warnings, statistics_of_run
 from horovod_volo.monitor.logger import Picture
@@ -66,11 +65,8 @@ class Classification:
         fitting = fit_to_model(config)
         return fitting if fitting.chooses_model else with_token_size_warning(fitting)
 
-    def choose(
-        self, config: Config, images: int, ranks: int, device: torch.device, *, download: bool
-    ) -> Config:
-        fetch = fetch_weights if download else lambda _: ""
-        return self.complete(choose_settings(config, images, ranks, device_facts(device), fetch))
+    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
+        return self.complete(choose_settings(config, images, ranks, device_facts(device), why_missing))
 
     def read(self, config: Config, world: World) -> Images:
         return read_images(config, world)
@@ -88,15 +84,14 @@ class Classification:
             grad_checkpoint=settings.grad_checkpoint,
             aux_head=trains_aux_head(config),
         )
-        heads = spec_of(settings.model).heads
         if settings.fit_head:
-            linear_head(network, heads)
+            linear_head(network, spec_of(settings.model).heads)
         if settings.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").synchronize(network)
         forward = training_forward(network)
         return Network(
             network,
-            heads=heads,
+            heads=spec_of(settings.model).heads,
             training_forward=lambda images: forward(images, lambda tokens: tokens, 0),
             load_weights=partial(_load_weights, network, config),
         )
@@ -147,8 +142,8 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
     ) -> None:
         self.config, self.world, self.images, self.network = config, world, images, network
         self.device = resources.device
-        self.train_loader, self.eval_loader = build_loaders(config, world, images, resources)
-        self._resources = resources
+        self.train_loader, self.build_eval_loader = build_loaders(config, world, images, resources)
+        self.eval_loader = self.build_eval_loader(images.held_out)
         self.bad_held_out = self.eval_loader.bad_samples
         self.network_forward: Forward = training_forward(network)
         side = tokens_per_side(config.model.model, config.model.img_size)
@@ -168,17 +163,6 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
     def loss(self, outputs: Logits, batch: TrainBatch) -> LossParts:
         """Return the losses of the class and, with token labels, of the tokens."""
         return self.criterion(outputs.classes, outputs.tokens, batch.labels, outputs.mix)
-
-    def before_first_step(
-        self, networks: Sequence[nn.Module], stop_requested: Callable[[], bool], beat: Beat
-    ) -> str:
-        """Fit the classifier to features of the training images, with --fit-head."""
-        if not self.config.model.fit_head:
-            return ""
-        heads, images = spec_of(self.config.model.model).heads, self.images.train
-        loader = build_eval_loader(self.config, self.world, images, self._resources)
-        with closing(loader), self.autocast:
-            return fit_head(networks, heads, loader, len(images), self.world, stop_requested, beat)
 
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the accuracy of a model on the held-out images. Collective: every rank calls this."""
@@ -230,35 +214,31 @@ def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
 
 def build_loaders(
     config: Config, world: World, images: Images, resources: RankResources
-) -> tuple[TrainLoader, EvalLoader]:
-    """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
-    order = {"seed": config.run.seed, "accumulation": config.update.accumulation}
-    common = _loading(config, world, resources)
-    train_loader = TrainLoader(images.train, images.label_maps, config.data, **order, **common)
-    return train_loader, build_eval_loader(config, world, images.held_out, resources)
+) -> tuple[TrainLoader, Callable[[Catalog], EvalLoader]]:
+    """Build this rank's loader for training, and a function that builds one for evaluation on a list.
 
-
-def build_eval_loader(config: Config, world: World, images: Catalog, resources: RankResources) -> EvalLoader:
-    """Build the loader of this rank's part of some images, cropped as in evaluation."""
+    Images are normalised, and resized for evaluation, as the model expects.
+    """
     data, spec = config.data, spec_of(config.model.model)
-    return EvalLoader(
-        images,
-        data,
-        crop_pct=data.crop_pct or spec.crop_pct,
-        interpolation=spec.interpolation,
-        **_loading(config, world, resources),
-    )
-
-
-def _loading(config: Config, world: World, resources: RankResources) -> dict[str, Any]:
-    return {
+    common: dict[str, Any] = {
         "image_size": config.model.img_size,
         "rank": world.rank,
         "size": world.size,
         "device": resources.device,
-        "threads": config.data.workers or resources.threads,
-        "normalization": Normalization(*statistics_of_run(config.data, config.model.model)),
+        "threads": data.workers or resources.threads,
+        "normalization": Normalization(*statistics_of_run(data, config.model.model)),
     }
+    seed, accumulation = config.run.seed, config.update.accumulation
+    return (
+        TrainLoader(images.train, images.label_maps, data, seed=seed, accumulation=accumulation, **common),
+        partial(
+            EvalLoader,
+            settings=data,
+            crop_pct=data.crop_pct or spec.crop_pct,
+            interpolation=spec.interpolation,
+            **common,
+        ),
+    )
 
 
 TASKS: Registry[Task] = Registry("task", "--task")

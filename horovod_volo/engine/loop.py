@@ -21,10 +21,11 @@ from horovod_volo.engine.checkpoint.saving import (
 )
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import note_outcome, train_again
+from horovod_volo.engine.head_fit import fit_head
 from horovod_volo.engine.log_point import log_bad_samples, log_point
 from horovod_volo.engine.step import train_step
 from horovod_volo.engine.step_record import with_pictures
-from horovod_volo.engine.task import Metrics, StoppedError
+from horovod_volo.engine.task import Metrics
 from horovod_volo.models.build import start_training
 
 
@@ -34,31 +35,14 @@ def fit(context: TrainContext) -> bool:
     An early stop counts as the last step. In any case the state is saved in a checkpoint.
     """
     with garbage_collected_at_log_points():
-        if context.state.step == 0 and context.checkpoints.step != 0:
-            try:
-                prepare(context)
-            except StoppedError:
-                return False
+        is_new = context.state.step == 0 and context.checkpoints.step != 0
+        if context.config.model.fit_head and is_new and not fit_head(context):
+            return False
         while True:
             try:
                 return train_epochs(context)
             except CorruptedError as error:
                 train_again(context, error.ranks)
-
-
-def prepare(context: TrainContext) -> None:
-    """Let the task change the network before the first step. Collective: every rank calls this."""
-
-    def beat(_: int) -> None:
-        context.heartbeat.beat(context.state.step)
-
-    saves, context.stop.effect = context.stop.effect, "the run stops; before its first step it saves nothing"
-    networks = [context.state.model.eval(), *context.state.average.models().values()]
-    done = context.learner.before_first_step(networks, lambda: context.stop.received, beat)
-    start_training(context.state.model)
-    context.stop.effect = saves
-    if done:
-        context.log(done)
 
 
 def train_epochs(context: TrainContext) -> bool:

@@ -27,34 +27,16 @@ _GIB = 2**30
 _SMALL_GPU_GIB = 20.0
 _HIGHEST_RATE = 0.004
 
-# Its ImageNet accuracy, 81.6 % at 224 px, is the best of the small networks of timm for its time on a CPU.
-_ON_CPU_PRETRAINED: Mapping[str, Any] = {
-    "model": "hgnetv2_b2.ssld_stage2_ft_in1k",
-    "finetune": "timm:hgnetv2_b2.ssld_stage2_ft_in1k",
-    "precision": "fp32",
-    "eval_batch_size": 16,  # a stop request waits for the features of a batch
-}
-_CLASSIFIER_ALONE: Mapping[str, Any] = {
-    "freeze": "backbone",
-    "drop_path": 0.0,
-    "epochs": 0,
-    "warmup_epochs": 0,
-}
 _RATES = {"lr", "lr_base", "lr_base_size", "min_lr", "warmup_lr"}
 
-# As the demo's: few epochs of a small network need weak augmentation, and labels of tokens help.
+# With weights: its ImageNet accuracy, 81.6 % at 224 px, is the best of timm's networks for its time on a CPU.
 _ON_CPU: Mapping[str, Any] = {
-    "model": "volo_demo",
-    "img_size": 64,
-    "scale": (0.5, 1.0),
-    "aa": "",
-    "color_jitter": 0.2,
-    "reprob": 0.0,
-    "token_label": True,
-    "dense_weight": 1.0,
-    "mix_token": False,
-    "clip_grad": 1.0,
+    "model": "hgnetv2_b2.ssld_stage2_ft_in1k",
+    "finetune": "timm:hgnetv2_b2.ssld_stage2_ft_in1k",
+    "eval_batch_size": 16,  # a stop request waits for the features of a batch
 }
+# From scratch: as the demo's, but images of real objects take more augmentation than drawn shapes.
+_SCRATCH_ON_CPU: Mapping[str, Any] = {"scale": (0.5, 1.0), "color_jitter": 0.2, "eval_every": 1}
 
 
 class DeviceFacts(NamedTuple):
@@ -62,7 +44,7 @@ class DeviceFacts(NamedTuple):
 
     kind: str  # cpu or cuda
     gib: float = 0.0  # memory of a GPU
-    has_bf16: bool = False
+    precision: str = "fp32"
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -70,7 +52,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
     if device.type == "cpu":
         return DeviceFacts("cpu")
     memory = torch.cuda.get_device_properties(device).total_memory / _GIB
-    return DeviceFacts("cuda", memory, torch.cuda.is_bf16_supported())
+    return DeviceFacts("cuda", memory, "bf16" if torch.cuda.is_bf16_supported() else "fp16")
 
 
 def fit_to_model(config: Config) -> Config:
@@ -97,13 +79,13 @@ def with_token_size_warning(config: Config) -> Config:
 
 
 def choose_settings(
-    config: Config, images: int, ranks: int, device: DeviceFacts, fetch: Callable[[str], str]
+    config: Config, images: int, ranks: int, device: DeviceFacts, why_missing: Callable[[str], str]
 ) -> Config:
     """Return the settings with a network, weights, a batch and a schedule for what is at hand.
 
-    `fetch` brings weights of timm to this machine, or returns why it cannot.
+    `why_missing` tells why weights of timm cannot be had.
     """
-    chosen, why = _from_weights(config, device, fetch)
+    chosen, why = _from_weights(config, device, why_missing)
     from_scratch = not chosen
     if from_scratch:
         chosen = _from_scratch(images, ranks, device)
@@ -113,67 +95,54 @@ def choose_settings(
         chosen = {name: value for name, value in chosen.items() if "epochs" not in name}
     if config.explicit & {"mixup", "cutmix"}:
         chosen |= {"mix_token": False, "token_label": False}
-    own_rates = bool(config.explicit & _RATES)
-    without = config.explicit | (_RATES if own_rates else set())
-    chosen = {name: value for name, value in chosen.items() if name not in without}
+    own_rates = _RATES if config.explicit & _RATES else set()
+    chosen = {name: value for name, value in chosen.items() if name not in config.explicit | own_rates}
     if from_scratch and not own_rates:
-        batch = chosen.get("batch_size", config.data.batch_size)
-        chosen |= _learning_rates(
-            config.data.global_batch or ranks * batch * config.update.accumulation, device
-        )
-    complete = _with(config, chosen)
-    warnings = [f"training begins from scratch, because {why}"] if why else []
-    return replace(
-        complete,
-        chosen=_description(complete, chosen, images, device),
-        chooses_model=False,
-        warnings=(*config.warnings, *warnings),
-    )
+        batch = ranks * chosen.get("batch_size", config.data.batch_size) * config.update.accumulation
+        chosen |= _learning_rates(config.data.global_batch or batch, device)
+    warnings = (*config.warnings, *([f"training begins from scratch, because {why}"] if why else []))
+    complete = replace(_with(config, chosen), chooses_model=False, warnings=warnings)
+    return replace(complete, chosen=_description(complete, chosen, images, device))
 
 
 def _from_weights(
-    config: Config, device: DeviceFacts, fetch: Callable[[str], str]
+    config: Config, device: DeviceFacts, why_missing: Callable[[str], str]
 ) -> tuple[dict[str, Any], str]:
     """Return settings that start from weights, or none, and why if that was not requested."""
-    source, on_cpu = config.model.finetune, device.kind == "cpu"
-    chosen = load_recipe("finetune_folder")
-    chosen |= _ON_CPU_PRETRAINED if on_cpu else {"precision": _half(device)}
-    tokens = config.objective.token_label or (config.objective.mix_token and "mix_token" in config.explicit)
+    source, on_cpu, given = config.model.finetune, device.kind == "cpu", config.explicit
+    chosen = load_recipe("finetune_folder") | {"precision": device.precision}
+    chosen |= _ON_CPU if on_cpu else {}
+    tokens = config.objective.token_label or (config.objective.mix_token and "mix_token" in given)
     if source.startswith(TIMM):
         name = source.removeprefix(TIMM)
         chosen |= {"model": our_name(name), "img_size": spec_of(name).img_size}
     elif source:
         of_run = settings_of_run(source)
         chosen |= {name: of_run[name] for name in ("model", "img_size") if name in of_run}
-    elif "finetune" in config.explicit:
+    elif "finetune" in given:
         return {}, ""
     elif on_cpu and tokens:
         return {}, "token labels need a network with tokens; --weights starts from those of one"
-    elif problem := fetch(chosen["finetune"].removeprefix(TIMM)):
+    elif problem := why_missing(chosen["finetune"].removeprefix(TIMM)):
         return {}, (
             f"{chosen['finetune']} is not in timm's cache and cannot be downloaded ({problem}); copy its "
             "model.safetensors here and add --weights FILE"
         )
-    if on_cpu and not tokens and (config.model.fit_head or "fit_head" not in config.explicit):
-        chosen["fit_head"] = True
-        if "epochs" not in config.explicit:
-            chosen |= _CLASSIFIER_ALONE
+    chosen["fit_head"] = config.model.fit_head if "fit_head" in given else on_cpu and not tokens
+    if on_cpu and chosen["fit_head"] and "epochs" not in given:
+        chosen |= {"freeze": "backbone", "drop_path": 0.0, "epochs": 0, "warmup_epochs": 0}
     return chosen, ""
 
 
 def _from_scratch(images: int, ranks: int, device: DeviceFacts) -> dict[str, Any]:
     if device.kind == "cpu":
-        chosen, epochs = dict(_ON_CPU) | {"batch_size": 16}, max(1, min(60, _IMAGES_ON_CPU // images))
+        chosen, epochs = load_recipe("demo") | _SCRATCH_ON_CPU, max(1, min(60, _IMAGES_ON_CPU // images))
     else:
         batch = 128 if device.gib > _SMALL_GPU_GIB else 32
-        chosen = {"model": "volo_d1", "img_size": 224, "precision": _half(device), "batch_size": batch}
+        chosen = {"model": "volo_d1", "img_size": 224, "precision": device.precision, "batch_size": batch}
         epochs = max(30, min(300, _IMAGES_ON_GPU * ranks // images))
     warmup = min(20, -(-epochs // 15)) if epochs > 1 else 0
     return chosen | {"finetune": "", "epochs": epochs, "cooldown_epochs": 0, "warmup_epochs": warmup}
-
-
-def _half(device: DeviceFacts) -> str:
-    return "bf16" if device.has_bf16 else "fp16"
 
 
 def _learning_rates(global_batch: int, device: DeviceFacts) -> dict[str, Any]:
@@ -187,16 +156,14 @@ def _description(config: Config, chosen: Mapping[str, Any], images: int, device:
     why = "no GPU" if device.kind == "cpu" else f"a GPU of {device.gib:.0f} GiB"
     texts = {
         "model": "{}",
-        "finetune": "weights {}" if config.model.finetune else "random weights",
+        "finetune": "with weights {}" if config.model.finetune else "from scratch",
         "img_size": "images of {} px",
-        "fit_head": "its classifier fitted to their features",
-        "batch_size": "{} of them a batch",
-        "epochs": "{} epochs",
+        "fit_head": "a classifier fitted to its features" if config.model.fit_head else "",
+        "batch_size": "{} of them a batch" if config.update.epochs else "",
+        "epochs": "{} epochs" if config.update.epochs else "",
         "precision": "{}",
     }
-    if not config.update.epochs:
-        del texts["batch_size"], texts["epochs"]
-    shown = [text.format(chosen[name]) for name, text in texts.items() if name in chosen]
+    shown = [text.format(chosen[name]) for name, text in texts.items() if text and name in chosen]
     return (
         f"{', '.join(shown)}: for {why} and {images:,} images. --model, --epochs, ... or --recipe set others"
     )

@@ -83,8 +83,7 @@ def settle(config: Config, world: World) -> Plan:
     data = task.read(config, world)
     images = len(data.train)
     if config.chooses_model:
-        begin_stage("choosing a network and its weights", LONGEST_WRITE_SECONDS)  # they may be downloaded
-        choose = partial(task.choose, stated, images, world.size, resources.device, download=True)
+        choose = partial(task.choose, stated, images, world.size, resources.device)
         config = resolve(world.run_on_rank_zero(choose), world.size)  # GPUs of ranks may differ
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=images))
     return Plan(config, derived, task, data, resources)

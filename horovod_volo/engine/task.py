@@ -25,11 +25,6 @@ from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.ordered_batches import OrderedBatches
 from horovod_volo.monitor.logger import Picture
 
-
-class StoppedError(Exception):
-    """A stop was requested before the first step, and there is nothing to save; raised on all ranks."""
-
-
 MicroBatch = TypeVar("MicroBatch")
 Outputs = TypeVar("Outputs")  # of the network for a micro-batch
 Metrics = dict[str, float | int]
@@ -106,18 +101,6 @@ class Learner(ABC, Generic[MicroBatch, Outputs]):
     def loss(self, outputs: Outputs, batch: MicroBatch) -> Losses:
         """Return the losses of these outputs."""
 
-    def before_first_step(
-        self,
-        networks: Sequence[nn.Module],  # noqa: ARG002
-        stop_requested: Callable[[], bool],  # noqa: ARG002
-        beat: Beat,  # noqa: ARG002
-    ) -> str:
-        """Change the network and its average, if any, before training; return a line for the log.
-
-        Collective: every rank calls this. Raise StoppedError on all ranks if one was requested to stop.
-        """
-        return ""
-
     @abstractmethod
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the metrics of a model on the held-out samples, the same on every rank. Collective."""
@@ -159,13 +142,8 @@ class Task(Protocol):
     def complete(self, config: Config) -> Config:
         """Return the settings with those that the model needs; raise UserError if some are wrong."""
 
-    def choose(
-        self, config: Config, images: int, ranks: int, device: torch.device, *, download: bool
-    ) -> Config:
-        """Return the settings, with those that were left open chosen for the images and the device.
-
-        With `download`, the weights to start from are downloaded, or others are chosen if they cannot be.
-        """
+    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
+        """Return the settings, with those that were left open chosen for the images and the device."""
 
     def read(self, config: Config, world: World) -> TaskData:
         """List the samples; raise UserError if they do not fit. Collective: every rank calls this."""

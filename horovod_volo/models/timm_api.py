@@ -47,8 +47,6 @@ __all__ = [
     "resample_abs_pos_embed_nhwc",
 ]
 
-_PROBE_SECONDS = 5.0
-
 
 def allow_posterize_to_no_bits() -> None:
     """Make timm's RandAugment work with Pillow 11 and newer, which refuses to posterize to 0 bits.
@@ -90,20 +88,18 @@ def described(names: Sequence[str]) -> list[str]:
     return [f"{name} {info.label_name_to_description(name)}" if name in known else name for name in names]
 
 
-def fetch_weights(name: str) -> str:
-    """Bring published weights into timm's cache; return why that is impossible, or an empty string.
+def why_missing(name: str) -> str:
+    """Return why the weights that timm publishes are neither in the cache nor on the hub; empty: they are.
 
-    One request, without retries, shows whether the hub can be reached: an offline machine waits for seconds.
+    The request is not repeated, so that an offline machine waits for seconds.
     """
-    repository, file = f"{get_pretrained_cfg(name).hf_hub_id}", "model.safetensors"
+    repository, file = str(get_pretrained_cfg(name).hf_hub_id), "model.safetensors"
+    if isinstance(hub.try_to_load_from_cache(repository, file), str):
+        return ""
     try:
-        hub.hf_hub_download(repository, file, local_files_only=True)
-    except OSError:
-        try:
-            hub.get_hf_file_metadata(hub.hf_hub_url(repository, file), timeout=_PROBE_SECONDS)
-            hub.hf_hub_download(repository, file)
-        except Exception as error:  # the hub's HTTP client has other exceptions in other releases
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        hub.get_hf_file_metadata(hub.hf_hub_url(repository, file), timeout=5.0)
+    except Exception as error:  # the hub's HTTP client has other exceptions in other releases
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
     return ""
 
 

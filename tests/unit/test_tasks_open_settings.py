@@ -14,14 +14,14 @@ from horovod_volo.config.recipe import dump, load_recipe
 from horovod_volo.config.schema import Config, all_settings
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.open_settings import DeviceFacts, choose_settings, fit_to_model
-from horovod_volo.models.timm_api import fetch_weights, get_pretrained_cfg
+from horovod_volo.models.timm_api import get_pretrained_cfg, why_missing
 from tests.hub import publish
 
 CPU, SMALL, LARGE, OLD = (
     DeviceFacts("cpu"),
-    DeviceFacts("cuda", 11.9, True),
-    DeviceFacts("cuda", 79.1, True),
-    DeviceFacts("cuda", 31.7, False),
+    DeviceFacts("cuda", 11.9, "bf16"),
+    DeviceFacts("cuda", 79.1, "bf16"),
+    DeviceFacts("cuda", 31.7, "fp16"),
 )
 
 
@@ -76,14 +76,14 @@ def test_where_weights_come_from(tmp_path: Path) -> None:
 def test_weights_are_in_the_cache_or_missing_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "resnet10t.c3_in1k"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert "OfflineModeIsEnabled" in fetch_weights(name)
+    assert "OfflineModeIsEnabled" in why_missing(name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
-    assert fetch_weights(name)
+    assert why_missing(name)
     assert time.monotonic() - began < 6  # no retries
     publish(tmp_path, name, {"weight": torch.zeros(1)})
-    assert fetch_weights(name) == ""
+    assert why_missing(name) == ""
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,10 @@ def test_every_choice_is_a_run_whose_learning_rates_are_those_of_its_batch(
 
 
 def test_a_run_takes_steps_or_fits_a_classifier() -> None:
-    for flags in ([], ["--task", "segmentation", "--fit-head"]):
-        with pytest.raises(UserError, match="--epochs 0 takes no step"):
-            parse(["flowers", "--epochs", "0", *flags])
+    with pytest.raises(UserError, match="--epochs 0 takes no step"):
+        parse(["flowers", "--epochs", "0"])
+    with pytest.raises(UserError, match="--fit-head is for --task classification"):
+        parse(["flowers", "--fit-head", "--task", "segmentation"])
 
 
 def test_flags_are_not_changed() -> None:
