@@ -132,9 +132,15 @@ class LogisticRegression:
 
         self._found.zero_()
         if self._world.is_rank_zero:
-            tolerances = {"tolerance_grad": 1e-7, "tolerance_change": 1e-12}
-            lbfgs = torch.optim.LBFGS([self.point], max_iter=300, line_search_fn="strong_wolfe", **tolerances)
-            lbfgs.step(penalized_loss)
+            search = torch.optim.LBFGS(
+                [self.point],
+                1,
+                300,
+                tolerance_grad=1e-7,
+                tolerance_change=1e-12,
+                line_search_fn="strong_wolfe",
+            )
+            search.step(penalized_loss)  # type: ignore[no-untyped-call]
             self._found.fill_(1)
             self._mean_loss(counted)  # tells the others
         while not self._found:
@@ -146,7 +152,7 @@ class LogisticRegression:
         self._world.broadcast_([self._found, self.point])
         point = self.point.detach().requires_grad_()
         sums = torch.cat([counted.sum()[None], point.new_zeros(1 + point.numel())])
-        parts = (column.split(_ROWS) for column in (self._features, self._labels, counted))
+        parts = (torch.split(column, _ROWS) for column in (self._features, self._labels, counted))
         for values, labels, weights in zip(*parts, strict=True):
             standardized = (values.double() - self._mean) / self._scale
             logits = F.linear(standardized, point[:, :-1], point[:, -1])

@@ -136,7 +136,10 @@ def _from_weights(
 
 def _from_scratch(images: int, ranks: int, device: DeviceFacts) -> dict[str, Any]:
     if device.kind == "cpu":
-        chosen, epochs = load_recipe("demo") | _SCRATCH_ON_CPU, max(1, min(60, _IMAGES_ON_CPU // images))
+        chosen, epochs = (
+            load_recipe("demo") | dict(_SCRATCH_ON_CPU),
+            max(1, min(60, _IMAGES_ON_CPU // images)),
+        )
     else:
         batch = 128 if device.gib > _SMALL_GPU_GIB else 32
         chosen = {"model": "volo_d1", "img_size": 224, "precision": device.precision, "batch_size": batch}
