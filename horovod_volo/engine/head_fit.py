@@ -27,7 +27,6 @@ from horovod_volo.monitor.progress import ThroughputLine
 # Of the mean loss, for features of variance 1, the strongest first.
 _STRENGTHS = tuple(10.0**-power for power in range(6))
 _SELECTING = 5  # every fifth image selects the strength; lists are sorted by class
-_ROWS = 4096  # features that are converted to fp64 at once
 
 
 class _StoppedError(Exception):
@@ -95,15 +94,15 @@ class LogisticRegression:
 
     def __init__(self, columns: list[Tensor], classes: int, world: World, check: Callable[[], None]) -> None:
         """`columns` are features (images, features), classes and numbers of the images of this rank."""
-        self._features, self._labels, numbers = columns
+        values, (_, self._labels, numbers) = columns[0].double(), columns
         self._world, self._check, self._selecting = world, check, (numbers % _SELECTING == 0).double()
-        values = self._features.double()
         sums = world.sum(torch.cat([values.sum(0), values.new_tensor([len(values)])]), "features")
         self._mean = sums[:-1] / sums[-1]
         variances = world.sum((values - self._mean).square().sum(0), "features") / sums[-1]
         if not variances.isfinite().all():
             raise UserError("The features of the network are not finite. Check the weights, or --precision.")
         self._scale = variances.sqrt().clamp(min=1e-6)
+        self._features = (values - self._mean) / self._scale
         self.point = values.new_zeros(classes, len(self._mean) + 1)
         self._found = values.new_zeros(1)  # whether rank 0 has found the optimum
 
@@ -133,12 +132,7 @@ class LogisticRegression:
         self._found.zero_()
         if self._world.is_rank_zero:
             search = torch.optim.LBFGS(
-                [self.point],
-                1,
-                300,
-                tolerance_grad=1e-7,
-                tolerance_change=1e-12,
-                line_search_fn="strong_wolfe",
+                [self.point], max_iter=200, tolerance_grad=1e-5, line_search_fn="strong_wolfe"
             )
             search.step(penalized_loss)  # type: ignore[no-untyped-call]
             self._found.fill_(1)
@@ -151,13 +145,9 @@ class LogisticRegression:
         self._check()
         self._world.broadcast_([self._found, self.point])
         point = self.point.detach().requires_grad_()
-        sums = torch.cat([counted.sum()[None], point.new_zeros(1 + point.numel())])
-        parts = (torch.split(column, _ROWS) for column in (self._features, self._labels, counted))
-        for values, labels, weights in zip(*parts, strict=True):
-            standardized = (values.double() - self._mean) / self._scale
-            logits = F.linear(standardized, point[:, :-1], point[:, -1])
-            loss = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
-            sums[1] += loss.detach()
-            sums[2:] += torch.autograd.grad(loss, point)[0].flatten()
+        logits = F.linear(self._features, point[:, :-1], point[:, -1])
+        loss = (F.cross_entropy(logits, self._labels, reduction="none") * counted).sum()
+        (gradient,) = torch.autograd.grad(loss, point)
+        sums = torch.cat([torch.stack([counted.sum(), loss.detach()]), gradient.flatten()])
         self._world.sum(sums, "classifier")
         return sums[1:] / sums[0].clamp(min=1)
