@@ -161,7 +161,7 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: 
         nargs = setting.count or None
         parser.add_argument(*setting.flags, action=_Given, setting=setting, nargs=nargs, help=help, **options)
     for flag, value in setting.shorthands.items():
-        help = f"the same as {setting.flag} {value}".rstrip()
+        help = "the same as {} {}".format(setting.flag, value or "''")
         parser.add_argument(flag, action="store_const", const=value, help=help, **options)
 
 

@@ -21,6 +21,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.classification import ClassificationLearner
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.log_point import log_bad_samples
 from horovod_volo.models.build import linear_head, start_training
 from horovod_volo.monitor.progress import ThroughputLine
 
@@ -49,6 +50,7 @@ def fit_head(context: TrainContext) -> bool:
     try:
         with closing(learner.build_eval_loader(learner.images.train)) as loader, learner.autocast:
             features = _compute_features(context, loader, check)
+        log_bad_samples(context, loader.bad_samples)
         context.log(f"features of the training images computed in {monotonic() - began:.0f} s")
         regression = LogisticRegression(features, heads[0].out_features, world, check)
         strength = regression.fit()

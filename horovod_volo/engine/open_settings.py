@@ -26,7 +26,6 @@ _LEAST_STEPS = 20  # of an epoch, for which a batch becomes smaller
 _GIB = 2**30
 _SMALL_GPU_GIB = 20.0
 _HIGHEST_RATE = 0.004
-
 _RATES = {"lr", "lr_base", "lr_base_size", "min_lr", "warmup_lr"}
 
 # With weights: its ImageNet accuracy, 81.6 % at 224 px, is the best of timm's networks for its time on a CPU.
@@ -35,8 +34,6 @@ _ON_CPU: Mapping[str, Any] = {
     "finetune": "timm:hgnetv2_b2.ssld_stage2_ft_in1k",
     "eval_batch_size": 16,  # a stop request waits for the features of a batch
 }
-# From scratch: as the demo's, but images of real objects take more augmentation than drawn shapes.
-_SCRATCH_ON_CPU: Mapping[str, Any] = {"scale": (0.5, 1.0), "color_jitter": 0.2, "eval_every": 1}
 
 
 class DeviceFacts(NamedTuple):
@@ -86,8 +83,7 @@ def choose_settings(
     `why_missing` tells why weights of timm cannot be had.
     """
     chosen, why = _from_weights(config, device, why_missing)
-    from_scratch = not chosen
-    if from_scratch:
+    if not chosen:
         chosen = _from_scratch(images, ranks, device)
     while chosen["batch_size"] > 1 and images < _LEAST_STEPS * chosen["batch_size"] * ranks:
         chosen["batch_size"] //= 2
@@ -97,9 +93,12 @@ def choose_settings(
         chosen |= {"mix_token": False, "token_label": False}
     own_rates = _RATES if config.explicit & _RATES else set()
     chosen = {name: value for name, value in chosen.items() if name not in config.explicit | own_rates}
-    if from_scratch and not own_rates:
+    if not own_rates:
         batch = ranks * chosen.get("batch_size", config.data.batch_size) * config.update.accumulation
-        chosen |= _learning_rates(config.data.global_batch or batch, device)
+        batch = config.data.global_batch or batch
+        factor = min(batch / chosen["lr_base_size"], _HIGHEST_RATE / chosen["lr_base"])
+        chosen |= {name: factor * chosen[name] for name in ("lr_base", "min_lr", "warmup_lr")}
+        chosen["lr_base_size"] = batch
     warnings = (*config.warnings, *([f"training begins from scratch, because {why}"] if why else []))
     complete = replace(_with(config, chosen), chooses_model=False, warnings=warnings)
     return replace(complete, chosen=_description(complete, chosen, images, device))
@@ -135,24 +134,17 @@ def _from_weights(
 
 
 def _from_scratch(images: int, ranks: int, device: DeviceFacts) -> dict[str, Any]:
-    if device.kind == "cpu":
-        chosen, epochs = (
-            load_recipe("demo") | dict(_SCRATCH_ON_CPU),
-            max(1, min(60, _IMAGES_ON_CPU // images)),
-        )
+    if device.kind == "cpu":  # as the demo, but photographs take more augmentation than drawn shapes
+        chosen, epochs = load_recipe("demo"), max(1, min(60, _IMAGES_ON_CPU // images))
+        chosen |= {"scale": (0.5, 1.0), "color_jitter": 0.2, "eval_every": 1}
+        chosen |= {"min_lr": 2e-5, "warmup_lr": 2e-6}
     else:
-        batch = 128 if device.gib > _SMALL_GPU_GIB else 32
-        chosen = {"model": "volo_d1", "img_size": 224, "precision": device.precision, "batch_size": batch}
+        chosen = {"model": "volo_d1", "img_size": 224, "precision": device.precision}
+        chosen |= {"batch_size": 128 if device.gib > _SMALL_GPU_GIB else 32, "lr_base_size": 1024}
+        chosen |= {"lr_base": 1.6e-3, "min_lr": 1.6e-5, "warmup_lr": 1.6e-6}
         epochs = max(30, min(300, _IMAGES_ON_GPU * ranks // images))
     warmup = min(20, -(-epochs // 15)) if epochs > 1 else 0
     return chosen | {"finetune": "", "epochs": epochs, "cooldown_epochs": 0, "warmup_epochs": warmup}
-
-
-def _learning_rates(global_batch: int, device: DeviceFacts) -> dict[str, Any]:
-    """Return the learning rates, proportional to the global batch: on a CPU the demo's, else VOLO's."""
-    peak = 0.002 * global_batch / 32 if device.kind == "cpu" else 0.0016 * global_batch / 1024
-    peak = min(peak, _HIGHEST_RATE)
-    return {"lr_base": peak, "lr_base_size": global_batch, "min_lr": peak / 100, "warmup_lr": peak / 1000}
 
 
 def _description(config: Config, chosen: Mapping[str, Any], images: int, device: DeviceFacts) -> str:

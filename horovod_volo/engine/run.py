@@ -281,7 +281,7 @@ def end_message(context: TrainContext, finished: bool) -> str:
         why = f" of {total}, because {none_better}"
         best = context.checkpoint_folder / "best"
         return f"done: {step} steps{why if step < total else ''}; best weights in {best}"
-    if not step:
+    if context.checkpoints.step < 0:
         return "stopped at step 0 and saved nothing: the same command starts again"
     why = ", because of --stop-at-step" if step == context.config.run.stop_at_step else ""
     return f"stopped at step {step} and saved{why}; resume with --resume auto"
