@@ -215,10 +215,7 @@ def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
 def build_loaders(
     config: Config, world: World, images: Images, resources: RankResources
 ) -> tuple[TrainLoader, Callable[[Catalog], EvalLoader]]:
-    """Build this rank's loader for training, and a function that builds one for evaluation on a list.
-
-    Images are normalised, and resized for evaluation, as the model expects.
-    """
+    """Build this rank's loader for training, and a function that builds one for evaluation on a list."""
     data, spec = config.data, spec_of(config.model.model)
     common: dict[str, Any] = {
         "image_size": config.model.img_size,

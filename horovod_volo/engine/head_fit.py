@@ -103,7 +103,8 @@ class LogisticRegression:
         variances = world.sum((values - self._mean).square().sum(0), "features") / sums[-1]
         if not variances.isfinite().all():
             raise UserError("The features of the network are not finite. Check the weights, or --precision.")
-        self._scale = variances.sqrt().clamp(min=1e-6)
+        deviations = variances.sqrt()  # in features that are almost constant, rounding must not become large
+        self._scale = deviations.clamp(min=1e-3 * deviations.max().item() or 1.0)
         self._features = (values - self._mean) / self._scale
         self.point = values.new_zeros(classes, len(self._mean) + 1)
         self._found = values.new_zeros(1)  # whether rank 0 has found the optimum

@@ -28,12 +28,8 @@ _SMALL_GPU_GIB = 20.0
 _HIGHEST_RATE = 0.004
 _RATES = {"lr", "lr_base", "lr_base_size", "min_lr", "warmup_lr"}
 
-# With weights: its ImageNet accuracy, 81.6 % at 224 px, is the best of timm's networks for its time on a CPU.
-_ON_CPU: Mapping[str, Any] = {
-    "model": "hgnetv2_b2.ssld_stage2_ft_in1k",
-    "finetune": "timm:hgnetv2_b2.ssld_stage2_ft_in1k",
-    "eval_batch_size": 16,  # a stop request waits for the features of a batch
-}
+# Its ImageNet accuracy, 81.6 % at 224 px, is the best of timm's networks for its time on a CPU.
+_ON_CPU = "hgnetv2_b2.ssld_stage2_ft_in1k"
 
 
 class DeviceFacts(NamedTuple):
@@ -110,7 +106,8 @@ def _from_weights(
     """Return settings that start from weights, or none, and why if that was not requested."""
     source, on_cpu, given = config.model.finetune, device.kind == "cpu", config.explicit
     chosen = load_recipe("finetune_folder") | {"precision": device.precision}
-    chosen |= _ON_CPU if on_cpu else {}
+    if on_cpu:  # a stop request waits for the features of a batch
+        chosen |= {"model": _ON_CPU, "finetune": TIMM + _ON_CPU, "eval_batch_size": 16}
     tokens = config.objective.token_label or (config.objective.mix_token and "mix_token" in given)
     if source.startswith(TIMM):
         name = source.removeprefix(TIMM)
@@ -151,7 +148,7 @@ def _description(config: Config, chosen: Mapping[str, Any], images: int, device:
     why = "no GPU" if device.kind == "cpu" else f"a GPU of {device.gib:.0f} GiB"
     texts = {
         "model": "{}",
-        "finetune": "with weights {}" if config.model.finetune else "from scratch",
+        "finetune": "with timm's weights" if config.model.finetune else "from scratch",
         "img_size": "images of {} px",
         "fit_head": "a classifier fitted to its features" if config.model.fit_head else "",
         "batch_size": "{} of them a batch" if config.update.epochs else "",

@@ -14,8 +14,7 @@ from horovod_volo.evaluate import main as evaluate
 from horovod_volo.models.build import build_model
 from horovod_volo.report.__main__ import main as report
 from horovod_volo.trainer import Trainer
-from tests.hub import publish
-from tests.smoke.conftest import run_here
+from tests.smoke.conftest import publish, run_here
 
 NAME = "hgnetv2_b2.ssld_stage2_ft_in1k"
 SMALL = ("--img-size", "64", "--binding", "none", "--output")
