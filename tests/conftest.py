@@ -32,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Compute on one thread if there are several workers."""
+    """Compute on one thread if there are several workers; find no published weights, and at once."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE="/nonexistent")
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
 

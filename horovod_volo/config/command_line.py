@@ -47,7 +47,7 @@ _USUAL = {
 _CHOSEN = {
     *("name", "model", "img_size", "precision", "batch_size", "epochs", "warmup_epochs", "cooldown_epochs"),
     *("lr_base", "lr_base_size", "min_lr", "warmup_lr", "scale", "aa", "color_jitter", "reprob"),
-    *("token_label", "dense_weight", "mix_token", "clip_grad"),
+    *("token_label", "dense_weight", "mix_token", "clip_grad", "finetune", "fit_head", "freeze", "drop_path"),
 }
 _EXAMPLES = """These are the usual flags; --help-all lists all, and --dry-run prints what a run would do.
 
@@ -104,6 +104,13 @@ def build_parser() -> Parser:
     add("--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}")
     add("--dry-run", action="store_true", help="print settings, batch, steps, memory and traffic, and stop")
     add_ranks(parser, "; with --dry-run: ranks to assume")
+    scratch: dict[str, Any] = {
+        "dest": "finetune",
+        "action": "store_const",
+        "const": "",
+        "default": argparse.SUPPRESS,
+    }
+    add("--from-scratch", help="start from random weights, not from published ones: --finetune ''", **scratch)
     sections = {name: parser.add_argument_group(table.__doc__) for name, table in group_types().items()}
     for setting in all_settings():
         add_flag(sections[setting.group], setting, required=False)

@@ -138,7 +138,9 @@ class Model:
     )
     finetune: str = setting(
         "",
-        "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own",
+        "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own; without "
+        "--model and --recipe, published ones for the device",
+        aliases=("--weights",),
         also=("--initial-checkpoint", "--pretrained-path"),
         idle=(RESUMED,),
     )
@@ -153,6 +155,13 @@ class Model:
         "",
         "parts whose weights stay as they are, separated by commas: backbone (all but the heads), or "
         "prefixes of parameter names; empty: none",
+    )
+    fit_head: bool = setting(
+        False,
+        "before the first step, fit the classifier to the features of the training images (logistic "
+        "regression); with --epochs 0 the run ends with it",
+        idle=(RESUMED,),
+        excludes={"--task [sd]*": "{flag} is for --task classification. Drop one of them."},
     )
     use_ema: bool = setting(
         False, "fine-tune from the EMA weights of --finetune", needs="--finetune", idle=(RESUMED,)

@@ -89,7 +89,7 @@ class Update:
     warmup_lr: NonNegative = setting(
         1e-6, "learning rate at the first step of the warm-up", idle=("with --warmup-epochs 0",)
     )
-    epochs: Count = setting(300, "epochs of warm-up and decay")
+    epochs: CountOrZero = setting(300, "epochs of warm-up and decay; 0, with --fit-head: none")
     warmup_epochs: CountOrZero = setting(20, "epochs of linear warm-up, counted among --epochs")
     warmup_prefix: bool = setting(
         False, "warm up before --epochs instead of inside", idle=("with --warmup-epochs 0",)

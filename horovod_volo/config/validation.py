@@ -72,6 +72,10 @@ def check(config: Config) -> None:
             f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix.",
         ),
         (
+            not update.epochs and not config.model.fit_head,
+            "--epochs 0 takes no step. Give at least 1, or fit the classifier to features (--fit-head).",
+        ),
+        (
             not update.lr and not update.lr_base,
             "The learning rate is 0. Set --lr, or --lr-base for a global batch of --lr-base-size.",
         ),

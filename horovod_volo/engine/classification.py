@@ -18,6 +18,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.data.image_decoder import Normalization
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.engine.accuracy import CONFUSIONS, Confusions, ImageScores, find_confusions
 from horovod_volo.engine.classification_data import Images, count_images, map_geometry, read_images
@@ -32,6 +33,7 @@ from horovod_volo.models.build import (
     Forward,
     build_model,
     check_model,
+    linear_head,
     our_name,
     spec_of,
     tokens_per_side,
@@ -39,6 +41,7 @@ from horovod_volo.models.build import (
 )
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.registry import NORMS_OVER_RANKS
+from horovod_volo.models.timm_api import why_missing
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.models.weights_header import finetune_warnings, statistics_of_run
 from horovod_volo.monitor.logger import Picture
@@ -63,7 +66,7 @@ class Classification:
         return fitting if fitting.chooses_model else with_token_size_warning(fitting)
 
     def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
-        return with_token_size_warning(choose_settings(config, images, ranks, device_facts(device)))
+        return self.complete(choose_settings(config, images, ranks, device_facts(device), why_missing))
 
     def read(self, config: Config, world: World) -> Images:
         return read_images(config, world)
@@ -83,6 +86,8 @@ class Classification:
             model_kwargs=settings.model_kwargs,
             head_init_scale=settings.head_init_scale,
         )
+        if settings.fit_head:
+            linear_head(network, spec_of(settings.model).heads)
         if settings.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").synchronize(network)
         forward = training_forward(network)
@@ -139,7 +144,8 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
     ) -> None:
         self.config, self.world, self.images, self.network = config, world, images, network
         self.device = resources.device
-        self.train_loader, self.eval_loader = build_loaders(config, world, images, resources)
+        self.train_loader, self.build_eval_loader = build_loaders(config, world, images, resources)
+        self.eval_loader = self.build_eval_loader(images.held_out)
         self.bad_held_out = self.eval_loader.bad_samples
         self.network_forward: Forward = training_forward(network)
         side = tokens_per_side(config.model.model, config.model.img_size)
@@ -210,8 +216,8 @@ def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
 
 def build_loaders(
     config: Config, world: World, images: Images, resources: RankResources
-) -> tuple[TrainLoader, EvalLoader]:
-    """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
+) -> tuple[TrainLoader, Callable[[Catalog], EvalLoader]]:
+    """Build this rank's loader for training, and a function that builds one for evaluation on a list."""
     data, spec = config.data, spec_of(config.model.model)
     common: dict[str, Any] = {
         "image_size": config.model.img_size,
@@ -224,9 +230,9 @@ def build_loaders(
     seed, accumulation = config.run.seed, config.update.accumulation
     return (
         TrainLoader(images.train, images.label_maps, data, seed=seed, accumulation=accumulation, **common),
-        EvalLoader(
-            images.held_out,
-            data,
+        partial(
+            EvalLoader,
+            settings=data,
             crop_pct=data.crop_pct or spec.crop_pct,
             interpolation=spec.interpolation,
             **common,

@@ -28,6 +28,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = False
+        self.effect = "the run saves a checkpoint after this step and stops"
         self._next: dict[int, Any] = {}  # handlers of a second request; without one, the system's default
 
     @classmethod
@@ -76,7 +77,7 @@ class StopRequest:
         launch = read_launch_env()  # now, because the rank may change
         if not self.received and launch.local_rank == 0:
             name = signal.Signals(number).name
-            text = f"{name} on rank {launch.rank}: the run saves a checkpoint after this step and stops"
+            text = f"{name} on rank {launch.rank}: {self.effect}"
             if launch.launcher in ("horovodrun", "mpirun") and number != signal.SIGUSR1:
                 waits = f"jobs/{launch.launcher}.sh waits for the checkpoint"
                 text += f" ({launch.launcher} may end it sooner: {waits})"

@@ -21,6 +21,7 @@ from horovod_volo.engine.checkpoint.saving import (
 )
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import note_outcome, train_again
+from horovod_volo.engine.head_fit import fit_head
 from horovod_volo.engine.log_point import log_bad_samples, log_point
 from horovod_volo.engine.step import train_step
 from horovod_volo.engine.step_record import with_pictures
@@ -34,6 +35,9 @@ def fit(context: TrainContext) -> bool:
     An early stop counts as the last step. In any case the state is saved in a checkpoint.
     """
     with garbage_collected_at_log_points():
+        is_new = context.state.step == 0 and context.checkpoints.step != 0
+        if context.config.model.fit_head and is_new and not fit_head(context):
+            return False
         while True:
             try:
                 return train_epochs(context)
@@ -136,7 +140,7 @@ def evaluate(context: TrainContext) -> Metrics:
 def evaluation_due(context: TrainContext) -> bool:
     """Return whether the current step ends an epoch that must be evaluated and has not been. Collective."""
     epochs_done, steps_over = context.derived.epoch_of(context.state.step)
-    if steps_over or epochs_done == 0:
+    if steps_over or (epochs_done == 0 and not context.config.model.fit_head):
         return False
     selected = epochs_done % context.config.run.eval_every == 0 or epochs_done == context.derived.epochs
     return selected and not has_evaluation(context)

@@ -89,8 +89,8 @@ def settle(config: Config, world: World, start: Start) -> Plan:
     data = task.read(config, world)
     images, classes = len(data.train), len(data.train.classes)
     if config.chooses_model:
-        chosen = task.choose(stated, images, world.size, resources.device)
-        config = resolve(world.broadcast_object(chosen), world.size)  # GPUs of ranks may differ
+        choose = partial(task.choose, stated, images, world.size, resources.device)
+        config = resolve(world.run_on_rank_zero(choose), world.size)  # GPUs of ranks may differ
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=images))
     cost = world.run_on_rank_zero(partial(count_cost, config, task, classes))
     if may_be_long:
@@ -114,7 +114,8 @@ def setup(
     is_new = checkpoint is None and start.take_over is None
 
     begin_stage("building the network", slow if config.model.finetune else 0.0)
-    finetune = config.model.finetune if is_new else ""
+    # The other ranks receive the state of rank 0, which alone may have to download the weights.
+    finetune = config.model.finetune if is_new and world.is_rank_zero else ""
     build = partial(build_state, config, world, plan.task, num_classes=classes, finetune=finetune)
     state, warnings = world.run_on_all_ranks(partial(build, device=resources.device))
 
@@ -287,5 +288,7 @@ def end_message(context: TrainContext, finished: bool) -> str:
         why = f" of {total}, because {none_better}"
         best = context.checkpoint_folder / "best"
         return f"done: {step} steps{why if step < total else ''}; best weights in {best}"
+    if context.checkpoints.step < 0:
+        return "stopped at step 0 and saved nothing: the same command starts again"
     why = ", because of --stop-at-step" if step == context.config.run.stop_at_step else ""
     return f"stopped at step {step} and saved{why}; resume with --resume auto"

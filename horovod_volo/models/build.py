@@ -155,6 +155,17 @@ def _build_timm(
     return model
 
 
+def linear_head(network: nn.Module, heads: Collection[str]) -> nn.Linear:
+    """Return the only layer that computes logits; raise UserError unless it is linear."""
+    found = [module for name, module in network.named_modules() if name in heads]
+    if len(found) == 1 and isinstance(found[0], nn.Linear) and found[0].bias is not None:
+        return found[0]
+    raise UserError(
+        "--fit-head is for networks with one linear classifier, and for class labels. Add --no-token-label, "
+        "use another --model, or drop --fit-head."
+    )
+
+
 def training_forward(model: nn.Module) -> Forward:
     """Return the forward pass for training; without an auxiliary head there are no token logits."""
     if isinstance(model, TokenModel):

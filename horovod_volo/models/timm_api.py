@@ -24,6 +24,7 @@ except RuntimeError:  # "operator torchvision::nms does not exist"
         _signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
         torch.library.define(f"torchvision::{_name}", _signature)
 
+import huggingface_hub as hub
 from timm import create_model, get_pretrained_cfg, is_model, list_models
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc
@@ -83,6 +84,21 @@ def described(names: Sequence[str]) -> list[str]:
     info = ImageNetInfo()
     known = set(info.label_names())
     return [f"{name} {info.label_name_to_description(name)}" if name in known else name for name in names]
+
+
+def why_missing(name: str) -> str:
+    """Return why the weights that timm publishes are neither in the cache nor on the hub; empty: they are.
+
+    The request is not repeated, so that an offline machine waits for seconds.
+    """
+    repository, file = str(get_pretrained_cfg(name).hf_hub_id), "model.safetensors"
+    if isinstance(hub.try_to_load_from_cache(repository, file), str):
+        return ""
+    try:
+        hub.get_hf_file_metadata(hub.hf_hub_url(repository, file), timeout=5.0)
+    except Exception as error:  # the hub's HTTP client has other exceptions in other releases
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    return ""
 
 
 def downloaded_weights(name: str) -> dict[str, Tensor]:

@@ -226,7 +226,8 @@ def test_a_run_shows_its_networks_colours_or_its_own(
     images = Images(*(build_catalog(str(small), split, None) for split in ("train", "val")), None)
     settings = Data(batch_size=4, crop_pct=0.9, **own, **PLAIN)
     config = Config(model=Model(model=model, img_size=32), data=settings)
-    train, held_out = build_loaders(config, World.single(), images, RankResources(CPU, 1, 1))
+    train, build_eval_loader = build_loaders(config, World.single(), images, RankResources(CPU, 1, 1))
+    held_out = build_eval_loader(images.held_out)
     (trained,), (evaluated,) = train.batches(0, 0), held_out
     train.close()
     held_out.close()

@@ -1,30 +1,90 @@
-"""What is chosen where the command line names no model: for the images, the ranks and the device."""
+"""What is chosen where the command line names no model: for weights, images, ranks and the device."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from horovod_volo.config.command_line import _CHOSEN, parse
 from horovod_volo.config.derived import derive, resolve
-from horovod_volo.config.recipe import dump
+from horovod_volo.config.recipe import dump, load_recipe
 from horovod_volo.config.schema import Config, all_settings
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.open_settings import DeviceFacts, choose_settings, fit_to_model
+from horovod_volo.models.timm_api import get_pretrained_cfg, why_missing
+from tests.smoke.conftest import publish
 
 CPU, SMALL, LARGE, OLD = (
     DeviceFacts("cpu"),
-    DeviceFacts("cuda", 11.9, True),
-    DeviceFacts("cuda", 79.1, True),
-    DeviceFacts("cuda", 31.7, False),
+    DeviceFacts("cuda", 11.9, "bf16"),
+    DeviceFacts("cuda", 79.1, "bf16"),
+    DeviceFacts("cuda", 31.7, "fp16"),
 )
 
 
-def chosen(*flags: str, images: int = 4000, ranks: int = 1, device: DeviceFacts = CPU) -> Config:
+def chosen(
+    *flags: str, images: int = 4000, ranks: int = 1, device: DeviceFacts = CPU, problem: str = "no network"
+) -> Config:
     config = parse(["flowers", *flags]).config
     assert config.chooses_model
-    return resolve(choose_settings(config, images, ranks, device), ranks)
+    return resolve(choose_settings(config, images, ranks, device, lambda _: problem), ranks)
+
+
+def test_a_cpu_takes_a_small_published_network_and_fits_its_classifier() -> None:
+    config = chosen(problem="")
+    model, update = config.model, config.update
+    assert model.finetune == f"timm:{model.model}"
+    assert get_pretrained_cfg(model.model).hf_hub_id == f"timm/{model.model}"
+    assert (model.fit_head, model.freeze, update.epochs, model.precision) == (True, "backbone", 0, "fp32")
+    assert config.chosen.startswith(f"{model.model}, with timm's weights, images of 224 px, a classifier")
+    assert "0 epochs" not in config.chosen
+    assert derive(config, ranks=1, images=4000).total_steps == 0
+    tuned = chosen("--epochs", "3", problem="")
+    assert (tuned.model.fit_head, tuned.model.freeze, tuned.update.epochs) == (True, "", 3)
+    assert tuned.update.layer_decay == load_recipe("finetune_folder")["layer_decay"]
+
+
+def test_a_gpu_fine_tunes_as_the_recipe_does() -> None:
+    config, recipe = chosen(problem="", device=LARGE), load_recipe("finetune_folder")
+    found = {item.name: item.value_in(config) for item in all_settings()}
+    assert {name: found[name] for name in recipe} == recipe
+    assert chosen(problem="", device=OLD).model.precision == "fp16"
+    assert config.chosen.startswith("volo_d1, with timm's weights, images of 224 px, 32 of them a batch")
+
+
+def test_where_weights_come_from(tmp_path: Path) -> None:
+    (tmp_path / "resolved.toml").write_text('[model]\nmodel = "volo_demo"\nimg_size = 96\n')
+    of_run = chosen("--weights", str(tmp_path)).model
+    assert (of_run.model, of_run.img_size, of_run.finetune) == ("volo_demo", 96, str(tmp_path))
+    of_timm = chosen("--finetune", "timm:volo_d2_224.sail_in1k").model
+    assert (of_timm.model, of_timm.finetune) == ("volo_d2", "timm:volo_d2_224.sail_in1k")
+    of_file = chosen("--weights", "w.safetensors").model
+    assert (of_file.model, of_file.finetune) == (chosen(problem="").model.model, "w.safetensors")
+    for flags in (["--from-scratch"], ["--token-label"], ["--from-scratch", "--epochs", "2"]):
+        config = chosen(*flags, problem="")
+        assert (config.model.model, config.model.finetune, config.model.fit_head) == ("volo_demo", "", False)
+    assert chosen("--from-scratch").warnings == ()
+    (warning,) = chosen(problem="no network").warnings
+    assert "from scratch" in warning
+    assert "(no network)" in warning
+    assert "--weights FILE" in warning
+
+
+def test_weights_are_in_the_cache_or_missing_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "resnet10t.c3_in1k"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert "OfflineModeIsEnabled" in why_missing(name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    address = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", address)
+    began = time.monotonic()
+    assert "refused" in why_missing(name)
+    assert time.monotonic() - began < 10  # five retries would take 23 seconds
+    publish(tmp_path, name, {"weight": torch.zeros(1)})
+    assert why_missing(name) == ""
 
 
 @pytest.mark.parametrize(
@@ -62,6 +122,13 @@ def test_every_choice_is_a_run_whose_learning_rates_are_those_of_its_batch(
     peak = 0.002 * derived.global_batch / 32 if device == CPU else 0.0016 * derived.global_batch / 1024
     assert derived.peak_lr == pytest.approx(min(0.004, peak))
     assert derived.warmup_lr < derived.min_lr < derived.peak_lr
+
+
+def test_a_run_takes_steps_or_fits_a_classifier() -> None:
+    with pytest.raises(UserError, match="--epochs 0 takes no step"):
+        parse(["flowers", "--epochs", "0"])
+    with pytest.raises(UserError, match="--fit-head is for --task classification"):
+        parse(["flowers", "--fit-head", "--task", "segmentation"])
 
 
 def test_flags_are_not_changed() -> None:

@@ -1,0 +1,66 @@
+"""`train FOLDER` from published weights, which this test puts into the cache of the hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import torch
+from safetensors.torch import load_file
+
+from horovod_volo.engine.callbacks import Callback
+from horovod_volo.engine.context import TrainContext
+from horovod_volo.evaluate import main as evaluate
+from horovod_volo.models.build import build_model
+from horovod_volo.report.__main__ import main as report
+from horovod_volo.trainer import Trainer
+from tests.smoke.conftest import publish, run_here
+
+NAME = "hgnetv2_b2.ssld_stage2_ft_in1k"
+SMALL = ("--img-size", "64", "--binding", "none", "--output")
+
+
+class StopsAtOnce(Callback):
+    """Requests a stop before the first step."""
+
+    def started(self, run: TrainContext) -> None:
+        run.request_stop()
+
+
+def test_a_folder_alone_starts_from_published_weights(images, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    torch.manual_seed(0)
+    published = build_model(NAME, img_size=64, num_classes=1000, drop_path=0.0).state_dict()
+    publish(tmp_path / "hub", NAME, published)
+    run, train = tmp_path / images.name, (str(images), *SMALL, str(tmp_path))
+
+    stopped = Trainer(images, output=tmp_path, img_size=64, binding="none", callbacks=[StopsAtOnce()]).fit()
+    assert (stopped.finished, stopped.step) == (False, 0)
+    assert not (run / "checkpoints").exists()
+
+    done = run_here(*train, streams=capsys)
+    assert done.status == 0, done.output
+    for text in (f"weights from timm:{NAME}", "classifier fitted after", "done: 0 steps"):
+        assert text in done.output
+    best = run / "checkpoints" / "best"
+    weights = load_file(best / "model.safetensors")
+    same = {name for name, tensor in published.items() if torch.equal(tensor, weights[name])}
+    assert published.keys() - same == {"head.fc.weight", "head.fc.bias"}
+    top1 = json.loads((best / "evaluation.json").read_text())["top1"]
+
+    shutil.rmtree(tmp_path / "hub" / f"models--timm--{NAME}")  # a finished run needs no published weights
+    again = run_here(*train, "--resume", "auto", streams=capsys)
+    assert again.status == 0, again.output
+    assert "classifier fitted" not in again.output
+    assert evaluate([str(images), "--weights", str(run)]) == 0
+    assert f"{top1:.3f} %" in capsys.readouterr().out
+    assert report([str(run), "--html", str(tmp_path / "report.html")]) == 0
+
+    tuned = run_here(*train, "--name", "tuned", "--weights", str(run), "--epochs", "1", streams=capsys)
+    assert tuned.status == 0, tuned.output
+    assert "after epoch 0 of 1: top-1" in tuned.output
+    assert "after epoch 1 of 1: top-1" in tuned.output
+    assert NAME in (tmp_path / "tuned" / "resolved.toml").read_text()
+    scratch = run_here(*train, "--name", "scratch", "--epochs", "1", streams=capsys)
+    assert scratch.status == 0, scratch.output
+    assert "training begins from scratch, because timm:hgnetv2_b2" in scratch.output
