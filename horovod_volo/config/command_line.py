@@ -48,6 +48,7 @@ _CHOSEN = {
     *("name", "model", "img_size", "precision", "batch_size", "epochs", "warmup_epochs", "cooldown_epochs"),
     *("lr_base", "lr_base_size", "min_lr", "warmup_lr", "scale", "aa", "color_jitter", "reprob"),
     *("token_label", "dense_weight", "mix_token", "clip_grad", "finetune", "fit_head", "freeze", "drop_path"),
+    *("train_interpolation", "log_every", "eval_batch_size", "compression"),
 }
 _EXAMPLES = """These are the usual flags; --help-all lists all, and --dry-run prints what a run would do.
 
