@@ -131,7 +131,7 @@ def add_ranks(parser: argparse._ActionsContainer, help: str = "") -> None:
     """Add the flag of the ranks that a command starts on this host; 0: none."""
 
     def read(text: str) -> int:
-        return AUTO if text == "auto" else whole_number(1, because="; or auto")(text)
+        return AUTO if text == "auto" else whole_number(0, because="; or auto")(text)
 
     help = f"ranks to start on this host, without horovodrun; auto: one for each visible GPU, or 1{help}"
     parser.add_argument("--ranks", type=read, default=0, metavar="N", help=help)

@@ -37,7 +37,7 @@ MISTAKES = [
     ("--recipe dmo", "'dmo'", "Did you mean demo?", "Recipes: "),
     ("--recipe nowhere/some.toml", "nowhere/some.toml cannot be read"),
     ("--recipe args.yaml", "'args.yaml'", "NAME.toml", "--dry-run"),
-    ("--ranks -2", "--ranks takes a whole number of at least 1, not '-2'; or auto"),
+    ("--ranks -2", "--ranks takes a whole number of at least 0, not '-2'; or auto"),
     # Types and bounds
     ("--epochs ten", "--epochs takes a whole number", "'ten'"),
     ("--lr fast", "--lr takes a number"),
