@@ -121,13 +121,6 @@ def test_every_choice_is_a_run_whose_learning_rates_are_those_of_its_batch(
     assert derived.warmup_lr < derived.min_lr < derived.peak_lr
 
 
-def test_a_run_takes_steps_or_fits_a_classifier() -> None:
-    with pytest.raises(UserError, match="--epochs 0 takes no step"):
-        parse(["flowers", "--epochs", "0"])
-    with pytest.raises(UserError, match="--fit-head is for --task classification"):
-        parse(["flowers", "--fit-head", "--task", "segmentation"])
-
-
 def test_flags_are_not_changed() -> None:
     flags = (
         "--epochs 3 --img-size 96 --no-token-label --batch-size 5 --lr 0.01 --min-lr 0.001 --aa rand-m7-n3"
