@@ -45,6 +45,7 @@ def test_a_cpu_takes_a_small_published_network_and_fits_its_classifier() -> None
     tuned = chosen("--epochs", "3", problem="")
     assert (tuned.model.fit_head, tuned.model.freeze, tuned.update.epochs) == (True, "", 3)
     assert tuned.update.layer_decay == load_recipe("finetune_folder")["layer_decay"]
+    assert [chosen(images=images, problem="").data.batch_size for images in (7, 61, 400)] == [4, 8, 16]
 
 
 def test_a_gpu_fine_tunes_as_the_recipe_does() -> None:
