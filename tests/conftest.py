@@ -20,6 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# Published weights are missing, and at once; the hub's client reads this when it is imported.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE="/nonexistent")
 # One worker runs a file, in this order: long tests first, so that all workers end at about the same time.
 LONG_FIRST = ("experiments", "cluster", "ranks", "faults", "smoke", "gpu", "published")
 
@@ -32,8 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Compute on one thread if there are several workers; find no published weights, and at once."""
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE="/nonexistent")
+    """Compute on one thread if there are several workers."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from itertools import zip_longest
 from time import monotonic
 from typing import cast
 
@@ -30,10 +31,6 @@ _STRENGTHS = tuple(10.0**-power for power in range(6))
 _SELECTING = 5  # every fifth image selects the strength; lists are sorted by class
 
 
-class _StoppedError(Exception):
-    """A stop was requested; raised on all ranks."""
-
-
 def fit_head(context: TrainContext) -> bool:
     """Fit the classifier and return True; after a stop request return False. Collective."""
     networks = [context.state.model, *context.state.average.models().values()]
@@ -45,7 +42,7 @@ def fit_head(context: TrainContext) -> bool:
     def check() -> None:
         context.heartbeat.beat(0)
         if world.sum_over_ranks(context.stop.received) != [0]:
-            raise _StoppedError
+            raise InterruptedError  # on all ranks
 
     try:
         with closing(learner.build_eval_loader(learner.images.train)) as loader, learner.autocast:
@@ -54,7 +51,7 @@ def fit_head(context: TrainContext) -> bool:
         context.log(f"features of the training images computed in {monotonic() - began:.0f} s")
         regression = LogisticRegression(features, heads[0].out_features, world, check)
         strength = regression.fit()
-    except _StoppedError:
+    except InterruptedError:
         return False
     context.stop.effect = effect
     with torch.no_grad():
@@ -73,11 +70,10 @@ def _compute_features(context: TrainContext, loader: EvalLoader, check: Callable
     hook = head.register_forward_pre_hook(lambda _, given: inputs.append(given[0].float()))
     show = ThroughputLine("training images have features", shown=world.is_rank_zero)
     show(0, images)
-    batches = iter(loader)
-    for done in range(0, -(-images // world.size), loader.batch_size):
+    starts = range(0, -(-images // world.size), loader.batch_size)
+    for done, batch in zip_longest(starts, loader):
         check()
-        batch = next(batches, None)  # the last batch of a rank with an image less may be missing
-        if batch is not None:
+        if batch is not None:  # the last batch of a rank with an image less may be missing
             with torch.no_grad():
                 network(batch.images)
             usable, numbers = batch.classes != NO_CLASS, torch.from_numpy(batch.indices)

@@ -81,8 +81,10 @@ def choose_settings(
     chosen, why = _from_weights(config, device, why_missing)
     if not chosen:
         chosen = _from_scratch(images, ranks, device)
-    while chosen["batch_size"] > 1 and images < _LEAST_STEPS * chosen["batch_size"] * ranks:
-        chosen["batch_size"] //= 2
+    batch, least = chosen["batch_size"], 8 if chosen["finetune"] else 1  # batch norm needs some images
+    while batch > 1 and images < ranks * batch * (_LEAST_STEPS if batch > least else 1):
+        batch //= 2
+    chosen["batch_size"] = batch
     if config.explicit & {"epochs", "warmup_epochs", "cooldown_epochs"}:
         chosen = {name: value for name, value in chosen.items() if "epochs" not in name}
     if config.explicit & {"mixup", "cutmix"}:

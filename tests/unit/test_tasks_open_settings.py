@@ -45,6 +45,7 @@ def test_a_cpu_takes_a_small_published_network_and_fits_its_classifier() -> None
     tuned = chosen("--epochs", "3", problem="")
     assert (tuned.model.fit_head, tuned.model.freeze, tuned.update.epochs) == (True, "", 3)
     assert tuned.update.layer_decay == load_recipe("finetune_folder")["layer_decay"]
+    assert [chosen(images=images, problem="").data.batch_size for images in (7, 61, 400)] == [4, 8, 16]
 
 
 def test_a_gpu_fine_tunes_as_the_recipe_does() -> None:
@@ -122,13 +123,6 @@ def test_every_choice_is_a_run_whose_learning_rates_are_those_of_its_batch(
     peak = 0.002 * derived.global_batch / 32 if device == CPU else 0.0016 * derived.global_batch / 1024
     assert derived.peak_lr == pytest.approx(min(0.004, peak))
     assert derived.warmup_lr < derived.min_lr < derived.peak_lr
-
-
-def test_a_run_takes_steps_or_fits_a_classifier() -> None:
-    with pytest.raises(UserError, match="--epochs 0 takes no step"):
-        parse(["flowers", "--epochs", "0"])
-    with pytest.raises(UserError, match="--fit-head is for --task classification"):
-        parse(["flowers", "--fit-head", "--task", "segmentation"])
 
 
 def test_flags_are_not_changed() -> None:

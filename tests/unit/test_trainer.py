@@ -104,7 +104,8 @@ def test_importing_the_package_imports_no_heavy_module() -> None:
     [
         (["data"], {"epoch": 3}, "Did you mean epochs?"),
         (["data"], {"epochs": "3"}, "epochs takes a whole number"),
-        (["data"], {"epochs": 0}, "epochs must be at least 1"),
+        (["data"], {"epochs": 0}, "--epochs 0 takes no step"),
+        (["data"], {"fit_head": True, "task": "detection"}, "--fit-head is for --task classification"),
         (["data"], {"mixup": 0.2, "mix_token": True}, "--mixup and MixToken"),
         (["data"], {"config": Config()}, "takes a config, or a data folder"),
         (["data"], {"elastic": True, "global_batch": 8, "model": "volo_d1"}, "Drop elastic"),
