@@ -8,10 +8,9 @@ from coded_images import write_images
 from label_samples import catalog_of, make_store, random_store
 from PIL import Image
 
-from horovod_volo.labelling.verify import check_store
+from horovod_volo.labelling.verify import best_classes, check_store, probabilities
 from horovod_volo.labels import main
 from horovod_volo.token_labels.keys import catalog_keys
-from horovod_volo.token_labels.probability import best_classes, probabilities
 
 NAMES = tuple(f"{name}/{number}.jpg" for name in "abcd" for number in range(3))
 
