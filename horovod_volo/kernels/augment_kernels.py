@@ -15,18 +15,11 @@ import triton.language as tl
 
 from horovod_volo.kernels.augment import PixelOp
 
-INVERT = tl.constexpr(int(PixelOp.INVERT))
-POSTERIZE = tl.constexpr(int(PixelOp.POSTERIZE))
-SOLARIZE = tl.constexpr(int(PixelOp.SOLARIZE))
-SOLARIZE_ADD = tl.constexpr(int(PixelOp.SOLARIZE_ADD))
-BRIGHTNESS = tl.constexpr(int(PixelOp.BRIGHTNESS))
-COLOR = tl.constexpr(int(PixelOp.COLOR))
-SHARPNESS = tl.constexpr(int(PixelOp.SHARPNESS))
-AUTO_CONTRAST = tl.constexpr(int(PixelOp.AUTO_CONTRAST))
-EQUALIZE = tl.constexpr(int(PixelOp.EQUALIZE))
-CONTRAST = tl.constexpr(int(PixelOp.CONTRAST))
-ALONG_X = tl.constexpr(int(PixelOp.WARP_ALONG_X))
-ROTATE = tl.constexpr(int(PixelOp.ROTATE))
+# In the order of PixelOp, without COPY.
+(
+    INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD, BRIGHTNESS, COLOR, SHARPNESS,
+    AUTO_CONTRAST, EQUALIZE, CONTRAST, ALONG_X, ALONG_Y, ROTATE,
+) = (tl.constexpr(int(operation)) for operation in PixelOp if operation)
 
 
 @triton.jit
