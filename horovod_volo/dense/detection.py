@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import decoder_messages
 from horovod_volo.dense.anchors import DetectionLoss, anchor_rule, build_anchors, detection_loss, encode
@@ -52,11 +52,9 @@ class DetectionTask(DenseTask):
 
     scores = ("ap", "ap50")
     score_names = ("AP", "AP at IoU 0.5")
+    settings = attrgetter("detection")
     train_batches, learner = BoxTrainLoader, DetectionLearner
     list_split = staticmethod(list_boxes)
-
-    def settings(self, config: Config) -> Detection:
-        return config.detection
 
     def decoder_messages(self, config: Config) -> list[str]:
         return decoder_messages(config.data.image_decoder)

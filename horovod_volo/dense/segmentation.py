@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from horovod_volo.config.schema import Config
-from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.dense_batches import DenseBatch, RankContext
 from horovod_volo.dense.mean_iou import SceneEvaluation
@@ -22,8 +22,6 @@ from horovod_volo.dense.upernet import HEADS, PixelLosses, UperNet, fitted_weigh
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Network, check_classes
 from horovod_volo.models.sync_batch_norm import synchronize_norms
-
-_NONE_SEED = 0
 
 
 class SegmentationLearner(DenseLearner):
@@ -47,11 +45,9 @@ class SegmentationTask(DenseTask):
 
     scores = ("miou", "pixel_accuracy")
     score_names = ("mean IoU", "pixel accuracy")
+    settings = attrgetter("segmentation")
     train_batches, learner = SceneTrainLoader, SegmentationLearner
     list_split = staticmethod(open_scenes)
-
-    def settings(self, config: Config) -> Segmentation:
-        return config.segmentation
 
     def complete(self, config: Config) -> Config:
         super().complete(config)
@@ -88,7 +84,7 @@ class SegmentationTask(DenseTask):
         return Network(
             network,
             HEADS,
-            training_forward=lambda images: network.training_logits(images, _NONE_SEED),
+            training_forward=lambda images: network.training_logits(images, seed=0),
             load_weights=partial(load_weights, network, fitted_weights, HEADS, config),
         )
 

@@ -136,13 +136,10 @@ class DenseTask(Task, ABC):
     """A task whose networks predict pixels or boxes; its parts are named by the attributes."""
 
     score_names: Sequence[str]  # of `scores`, for people
+    settings: Callable[[Config], Any]  # those of this task alone
     train_batches: Callable[..., TrainBatches]
     learner: Callable[..., DenseLearner]
     list_split: Callable[[Path, Split], Any]  # of a data folder; raises UserError if it has no images
-
-    @abstractmethod
-    def settings(self, config: Config) -> Any:
-        """Return the settings of this task alone."""
 
     @abstractmethod
     def list_data(self, config: Config) -> DenseData:

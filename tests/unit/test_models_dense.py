@@ -15,14 +15,13 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.dense import ssd, upernet
 from horovod_volo.dense.anchors import SSD300, AnchorRule, anchor_rule, build_anchors
 from horovod_volo.dense.backbones import build_backbone
-from horovod_volo.dense.ssd import SSD, ExtraMap, ResNetTrunk, build_ssd, extra_maps
+from horovod_volo.dense.ssd import SSD, ResNetTrunk, build_ssd
 from horovod_volo.dense.upernet import HEADS, UperNet, pixel_cross_entropy, pixel_losses
 from horovod_volo.models.build import build_model
 from horovod_volo.models.timm_api import create_model
 from horovod_volo.models.weights import load_fitted
 
 ANCHORS_PER_POSITION = (4, 6, 6, 6, 4, 4)
-NARROW = tuple(ExtraMap(3, 4, halves=halves) for halves in (True, True, True, False, False))
 
 
 class TinyTrunk(nn.Sequential):
@@ -55,15 +54,9 @@ class PositionHead(nn.Module):
         return coded.flatten(0, 1).expand(batch, -1, -1, -1).contiguous(memory_format=torch.channels_last)
 
 
-def with_anchors(channels: int, classes: int, extras: tuple[ExtraMap, ...]) -> SSD:
-    return SSD(
-        TinyTrunk(channels), [channels], classes, extras=extras, anchors_per_position=ANCHORS_PER_POSITION
-    )
-
-
-def tiny() -> SSD:
+def tiny(channels: int = 6, classes: int = 5) -> SSD:
     torch.manual_seed(0)
-    return with_anchors(6, 5, NARROW)
+    return SSD(TinyTrunk(channels), [channels], classes, SSD300)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("resnet34", 19_975_222), ("resnet50", 22_894_902)])
@@ -104,8 +97,7 @@ def test_outputs_are_in_the_order_of_the_anchors(rule: AnchorRule) -> None:
 
 
 def test_new_convolutions_have_the_published_distribution() -> None:
-    torch.manual_seed(0)
-    model = with_anchors(64, 20, extra_maps(SSD300.sides, 1))
+    model = tiny(64, 20)
     for layer in (model.extras[0][0], model.extras[4][3], model.box_heads[1], model.class_heads[0]):  # type: ignore[index]
         assert isinstance(layer, nn.Conv2d)
         outputs, inputs, *kernel = layer.weight.shape
