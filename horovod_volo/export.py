@@ -112,7 +112,7 @@ def _export_dense(options: argparse.Namespace, task: str) -> None:
         raise UserError(
             "--model, --aux-head, --mean and --std are for networks of classification. Drop them."
         )
-    trained = EXPORTS.find(task)(options.source, options.img_size, options.use_ema)
+    trained: TrainedDense = EXPORTS.find(task)(options.source, options.img_size, options.use_ema)
     with _new_folder(options, trained, f"{task} by {trained.config.model.model}") as exported:
         trained.write(exported)
         difference = trained.reloaded_difference(exported, fixed_images(2, trained.image_side))
