@@ -9,7 +9,7 @@ shape after shape, within a shape all positions, rows then columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from horovod_volo.config.schema import Model
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.anchors import AnchorRule, anchor_rule, is_halved
-from horovod_volo.dense.backbones import build_backbone, fit_backbone
+from horovod_volo.dense.backbones import build_backbone
 from horovod_volo.models.build import our_name
 from horovod_volo.models.timm_api import create_model, is_model
 
@@ -76,7 +76,6 @@ class SSD(nn.Module):
         return boxes, logits
 
     def no_weight_decay(self) -> set[str]:
-        """Return the parameters without weight decay."""
         exempt = getattr(self.backbone, "no_weight_decay", set)
         return {f"backbone.{name}" for name in exempt()}
 
@@ -85,7 +84,6 @@ class MapNorm(nn.LayerNorm):
     """Layer norm of maps (batch, channels, height, width), at each position over its channels."""
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Return maps of the same shape."""
         return super().forward(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -127,21 +125,6 @@ def build_ssd(settings: Model, num_classes: int) -> SSD:
         backbone = ResNetTrunk(name)
     channels = [backbone.channels[tap] for tap in taps]
     return SSD(backbone, channels, num_classes, anchor_rule(settings.img_size), taps)
-
-
-def fitted_weights(
-    network: SSD, given: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return weights under our names, tensors of the network that stay fresh, and messages.
-
-    The weights are of such a network, or of a network of classification.
-    """
-    if any(name.startswith(HEADS) for name in given):
-        return dict(given), [], []
-    kept, messages = fit_backbone(network.backbone, given)
-    fresh = [name for name in network.state_dict() if not name.startswith("backbone.")]
-    messages.insert(0, "extra maps and heads begin with fresh weights: these are of the backbone alone")
-    return {f"backbone.{name}": tensor for name, tensor in kept.items()}, fresh, messages
 
 
 def _extra_layers(channels: int, width: int, outputs: int, halves: bool) -> nn.Sequential:
