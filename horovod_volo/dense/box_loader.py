@@ -138,8 +138,6 @@ class ColorChange:
 
 @dataclass(frozen=True, eq=False)
 class BoxPlan:
-    """What is done to one image and its boxes."""
-
     window: Window
     flip: bool
     colors: ColorChange

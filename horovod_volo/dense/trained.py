@@ -235,7 +235,6 @@ class PixelLogits(nn.Module):
         self.network = network
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits at the images' height and width."""
         return logits_of(self.network, images)
 
 

@@ -138,7 +138,6 @@ def _build_loader(
 def _record(
     request: Namespace, model: PretrainedModel, crop_pct: float, data: str, counts: EvalCounts, ranks: int
 ) -> dict[str, Any]:
-    """Return the result as it is written to JSON."""
     return {
         **{name: getattr(request, name) for name in ("weights", "use_ema", "precision", "batch_size")},
         "model": model.name,
@@ -158,7 +157,6 @@ def _record(
 
 
 def _lines(request: Namespace, messages: Sequence[str], record: Mapping[str, Any]) -> list[str]:
-    """Return the lines that are printed."""
     bad, real = record["bad_samples"], record.get("real")
     crop = "crop" if record["crop_mode"] == "center" else f"{record['crop_mode']}, crop"
     how = f"{record['img_size']} px, {crop} {record['crop_pct']:g}, {request.precision}"

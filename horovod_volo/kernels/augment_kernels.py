@@ -97,7 +97,6 @@ def apply_layer(
 
 @triton.jit
 def _map_values(image, own, table, to, operation, pixel, height, width, block: tl.constexpr):
-    """Write the pixels with other values."""
     area = height * width
     exists = pixel < area
     argument = tl.load(own + 2).to(tl.float32)
@@ -142,7 +141,6 @@ def _weight(tap, beyond, bicubic):
 
 @triton.jit
 def _resample(image, own, to, operation, pixel, height, width, block: tl.constexpr):
-    """Write the pixels of an image that is sheared, translated or rotated."""
     area = height * width
     exists = pixel < area
     bicubic = tl.load(own + 1) > 0

@@ -24,8 +24,6 @@ _NO_IMAGE = -1  # target of a row whose image is not in the catalog
 
 @dataclass
 class StoreReport:
-    """Counts and problems of a store."""
-
     metadata: StoreMetadata
     missing: int = 0  # rows without a map
     damage: list[str] = field(default_factory=list)

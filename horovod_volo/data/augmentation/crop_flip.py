@@ -32,8 +32,6 @@ LabelMap = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # scores and id
 
 @dataclass(frozen=True, eq=False)
 class CropFlip:
-    """The flips and crop boxes of a batch."""
-
     boxes: NDArray[np.int32]  # (batch, 4) top, left, height, width in pixels of the flipped image
     flip_horizontal: NDArray[np.bool_]  # (batch,)
     flip_vertical: NDArray[np.bool_]  # (batch,)
