@@ -67,6 +67,11 @@ def balanced_order(seed: int, epoch: int, classes: NDArray[np.int32], balance: f
     return order
 
 
+def packing_order(seed: int, length: int) -> NDArray[np.uint32]:
+    """Return the permutation of range(length) in which images are packed into shards."""
+    return permutation(philox(Purpose.PACKING_ORDER, seed), length)
+
+
 def rank_indices(
     order: NDArray[Any], step_in_epoch: int, *, rank: int, size: int, global_batch: int, accumulation: int
 ) -> list[NDArray[np.int64]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,12 +18,18 @@ from torch.optim import SGD, AdamW, Optimizer
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 
-# (parameter groups, momentum=...) -> optimizer; the learning rate of each group is set before each step
-BuildOptimizer = Callable[..., Optimizer]
+
+class BuildOptimizer(Protocol):
+    """The constructor of an optimizer; the learning rate of each group is set before each step."""
+
+    def __call__(self, groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:
+        """Build the optimizer of these parameter groups."""
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
+    """An optimizer by its name."""
+
     build: BuildOptimizer
     state_keys: tuple[str, ...]  # its state per parameter: a tensor like the parameter; "step" is one number
     shardable: bool = False  # its update treats each element alone, so that --shard-optimizer may cut tensors

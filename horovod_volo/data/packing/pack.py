@@ -14,7 +14,6 @@ import numpy as np
 from PIL import Image
 
 from horovod_volo.core.errors import BadSampleError
-from horovod_volo.core.rng import Purpose, philox
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, Format, Split
 from horovod_volo.data.packing.manifest import publish_catalog
@@ -29,7 +28,7 @@ from horovod_volo.data.packing.packed_split import (
 )
 from horovod_volo.data.packing.records import open_records
 from horovod_volo.data.reading import IMAGE_ENDINGS, START_BYTES, UNDECODABLE, ending_of, open_image, to_rgb
-from horovod_volo.data.sampler import permutation
+from horovod_volo.data.sampler import packing_order
 
 _DRAFT_SCALE = 8  # decoding a JPEG at 1/8 scale is fast and still reads the whole file
 
@@ -67,12 +66,10 @@ def pack(
     for split, catalog in catalogs.items():
         assert catalog.path is not None  # it was listed into a folder
         images = len(catalog)
-        order = np.arange(images, dtype=np.uint32)
-        if options.shuffle:
-            order = permutation(philox(Purpose.PACKING_ORDER, options.seed), images)
+        shuffled = packing_order(options.seed, images) if options.shuffle else None
         content = SplitContent(
             classes=catalog.classes,
-            order=order,
+            order=np.arange(images, dtype=np.uint32) if shuffled is None else shuffled,
             shard_images=options.shard_images,
             shard_bytes=options.shard_bytes,
             provenance={**asdict(options), "catalog": catalog.digest, "images": images},
