@@ -26,7 +26,7 @@ from horovod_volo.evaluation import flags_of_trained_network
 if TYPE_CHECKING:
     from torch import nn
 
-    from horovod_volo.evaluation.task_results import Trained
+    from horovod_volo.dense.trained import TrainedDense
     from horovod_volo.models.onnx_export import Sides
     from horovod_volo.models.pretrained import PretrainedModel
 
@@ -112,7 +112,7 @@ def _export_dense(options: argparse.Namespace, task: str) -> None:
         raise UserError(
             "--model, --aux-head, --mean and --std are for networks of classification. Drop them."
         )
-    trained = EXPORTS.find(task)(options.source, options.img_size, options.use_ema)
+    trained: TrainedDense = EXPORTS.find(task)(options.source, options.img_size, options.use_ema)
     with _new_folder(options, trained, f"{task} by {trained.config.model.model}") as exported:
         trained.write(exported)
         difference = trained.reloaded_difference(exported, fixed_images(2, trained.image_side))
@@ -123,7 +123,9 @@ def _export_dense(options: argparse.Namespace, task: str) -> None:
 
 
 @contextmanager
-def _new_folder(options: argparse.Namespace, trained: PretrainedModel | Trained, what: str) -> Iterator[Path]:
+def _new_folder(
+    options: argparse.Namespace, trained: PretrainedModel | TrainedDense, what: str
+) -> Iterator[Path]:
     """Print what was loaded; yield the folder to write into, which exists at the end of the block."""
     from horovod_volo.models.timm_export import atomic_folder
 
@@ -137,7 +139,7 @@ def _new_folder(options: argparse.Namespace, trained: PretrainedModel | Trained,
 
 
 def _write_onnx(
-    trained: PretrainedModel | Trained,
+    trained: PretrainedModel | TrainedDense,
     network: nn.Module,
     outputs: Sequence[str],
     folder: Path,

@@ -65,7 +65,7 @@ def build_parser() -> Parser:
 
 
 def _predict(options: argparse.Namespace) -> int:
-    from horovod_volo.evaluation.predictions import PredictRequest, load_network, predict, write_contact_sheet
+    from horovod_volo.evaluation.predictions import load_network, predict, write_contact_sheet
     from horovod_volo.plugins import load_plugins
 
     load_plugins(options.plugin)
@@ -73,12 +73,12 @@ def _predict(options: argparse.Namespace) -> int:
     files = _files(options.images, bad)
     trained = load_network(options.weights, options)
     list_problems(trained.messages)
-    request = PredictRequest(options.top, options.crop_pct, options.batch_size, options.precision)
+    how = {name: getattr(options, name) for name in ("top", "crop_pct", "batch_size", "precision")}
     predictions: list[tuple[Path, Classes]] = []
     write_row = csv.writer(sys.stdout).writerow
     if options.format == "csv":
         write_row(["file", "rank", "class", "probability"])
-    for number, classes in predict(trained, files, request, bad):
+    for number, classes in predict(trained, files, bad, **how):
         predictions.append((files[number], classes))
         if options.format == "table":
             listed = ", ".join(f"{name} {100 * share:.1f} %" for name, share in classes)

@@ -142,7 +142,7 @@ class Trainer:
 
         `images` is a list of paths, bytes of image files, PIL images or arrays (height, width, 3) of uint8.
         """
-        from horovod_volo.evaluation.predictions import PredictRequest, predict
+        from horovod_volo.evaluation.predictions import predict
         from horovod_volo.models.pretrained import load_pretrained
         from horovod_volo.plugins import load_plugins
 
@@ -151,9 +151,9 @@ class Trainer:
         settings = self._ran
         load_plugins(settings.run.plugin)
         trained = load_pretrained(str(self._weights(weights)), use_ema=use_ema)
-        request = PredictRequest(top, settings.data.crop_pct, self._eval_batch(), settings.model.precision)
         bad: list[str] = []
-        found = dict(predict(trained, images, request, bad))
+        how: dict[str, Any] = {"crop_pct": settings.data.crop_pct, "precision": settings.model.precision}
+        found = dict(predict(trained, images, bad, top=top, batch_size=self._eval_batch(), **how))
         if bad:
             raise UserError(f"{bad[0]}. Leave it out.")
         return [found[number] for number in range(len(images))]

@@ -40,8 +40,6 @@ class FolderServer(ThreadingHTTPServer):
 
 
 class RangeRequest(BaseHTTPRequestHandler):
-    """One request."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: FolderServer
@@ -96,7 +94,6 @@ class RangeRequest(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(folder: Path) -> Iterator[FolderServer]:
-    """Serve a folder from a thread."""
     server = FolderServer(folder)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

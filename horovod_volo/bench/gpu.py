@@ -95,7 +95,6 @@ def measure(
 
 
 def _run(folder: Path, limit: int, command: str) -> str:
-    """Run one benchmark; return whether it was measured."""
     with (folder / "results.jsonl").open("ab") as results, (folder / "log.txt").open("a") as log:
         print(f"== {command}", file=log, flush=True)
         words = [sys.executable, *command.split()[1:], "--json"]

@@ -124,7 +124,6 @@ class PublishedLoss:
     dtype: torch.dtype = torch.float32
 
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Box) -> Tensor:
-        """Return the weighted sum of the class loss and the token loss."""
         targets = self.targets(labels)
         crop, tokens = targets[:, :, 1], targets[:, :, 2:].mT.reshape(-1, self.num_classes)
         mixed = box.lam * crop + (1 - box.lam) * crop.flip(0)

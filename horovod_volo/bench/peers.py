@@ -135,7 +135,6 @@ def training_loop(
 
 
 def _class_loss(form: LoopName, model: Any, config: Config, batch: TrainBatch) -> Callable[[], Tensor]:
-    """Return the loss of a network that learns the images' classes."""
     images, features = batch.images, model.forward_features
     if form == "channels-last":
         model.to(memory_format=torch.channels_last)
@@ -152,7 +151,6 @@ def _class_loss(form: LoopName, model: Any, config: Config, batch: TrainBatch) -
 
 
 def _published_loss(model: Any, config: Config, batch: TrainBatch, box: Box) -> Callable[[], Tensor]:
-    """Return the loss of the published training: tokens mixed by a box, dense targets."""
     dense = PublishedLoss(Objective(token_label=True), config.model.num_classes, config.model.img_size // 16)
 
     def loss() -> Tensor:

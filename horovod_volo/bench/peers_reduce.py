@@ -52,8 +52,6 @@ class ModelWithLoss(nn.Module):
 
 @dataclass
 class Work:
-    """A network, and this rank's own batch."""
-
     world: World
     network: nn.Module
     heads: list[str]  # modules of `model()` that compute logits
@@ -71,8 +69,6 @@ class Work:
 
 @dataclass
 class Method:
-    """One method of exchange in one of its forms."""
-
     form: str
     compression: CompressionName
     model: ModelWithLoss
@@ -141,7 +137,6 @@ def _stock_horovod(work: Work, compression: CompressionName, groups: int) -> Met
 
 
 def _torch_ddp(work: Work, compression: CompressionName) -> Method:
-    """Build a step with torch's DistributedDataParallel; inside `torch_ranks`."""
     model = work.model()
     parallel = DistributedDataParallel(
         model,

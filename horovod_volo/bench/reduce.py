@@ -123,7 +123,6 @@ def _build_methods(work: Work, peers: Sequence[str]) -> dict[str, Method]:
 
 
 def _fastest(work: Work, forms: Sequence[Method]) -> Method:
-    """Return the form with the shortest step."""
     repeats = _repeats(work, forms[0].step)
     # Alternating, and the shortest of several: other load on the machine may last for a while.
     trials = [[_block(work, form.step, repeats) for form in forms] for _ in range(_TRIALS)]

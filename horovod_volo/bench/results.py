@@ -161,9 +161,6 @@ class Flag:
 ModelName = Annotated[str, Flag("VOLO size, or any model that the trainer builds")]
 ImgSize = Annotated[int, Flag("side of the square input images, in pixels")]
 BatchSize = Annotated[int, Flag("images per rank and step")]
-Precision = Annotated[Literal["fp32", "tf32", "bf16", "fp16"], Flag("arithmetic of forward and backward")]
-Kernels = Annotated[Literal["auto", "plain"], Flag("on a GPU: Triton kernels, or PyTorch's own operators")]
-Compile = Annotated[bool, Flag("compile the network's blocks")]
 DropPath = Annotated[float, Flag("largest drop path rate (stochastic depth)")]
 Pairs = Annotated[
     int, Flag("timed blocks of each side", read=whole_number(2, because=": one pair has no spread"))

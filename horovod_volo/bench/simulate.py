@@ -29,7 +29,6 @@ from horovod_volo.config.update_settings import Exchange
 from horovod_volo.models.build import build_model, spec_of, training_forward
 
 PredictedModel = Literal["volo_d1", "volo_d5"]
-MODELS: tuple[PredictedModel, ...] = ("volo_d1", "volo_d5")
 
 
 class Fabric(NamedTuple):
@@ -97,7 +96,7 @@ class GradientTimes(NamedTuple):
 
 def measure(
     *,
-    models: Annotated[Sequence[PredictedModel], Flag("models whose step time is known")] = MODELS,
+    models: Annotated[Sequence[PredictedModel], Flag("models of known step time")] = ("volo_d1", "volo_d5"),
     fabrics: Annotated[Sequence[FabricName], Flag("what connects the GPUs")] = tuple(FABRICS),
     ranks: Annotated[
         Sequence[int], Flag("numbers of GPUs", read=whole_number(2, because=": one rank exchanges nothing"))

@@ -5,23 +5,13 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from time import perf_counter
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 
 from horovod_volo.bench.comparison import WrongResultError, assert_agree, repeats_for, timed
-from horovod_volo.bench.results import (
-    BatchSize,
-    Compile,
-    DropPath,
-    Figure,
-    ImgSize,
-    Kernels,
-    ModelName,
-    Pairs,
-    Precision,
-    Result,
-)
+from horovod_volo.bench.results import BatchSize, DropPath, Figure, Flag, ImgSize, ModelName, Pairs, Result
 from horovod_volo.bench.synthetic import CLASSES, SyntheticRun, bench_config
 from horovod_volo.cluster.world import World
 from horovod_volo.engine.classification import Classification
@@ -38,10 +28,10 @@ def measure(
     model: ModelName = "volo_d1",
     img_size: ImgSize = 224,
     batch_size: BatchSize = 8,
-    precision: Precision = "fp32",
+    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], Flag("arithmetic of the step")] = "fp32",
     drop_path: DropPath = 0.0,
-    kernels: Kernels = "auto",
-    compile: Compile = False,
+    kernels: Annotated[Literal["auto", "plain"], Flag("on a GPU: Triton's, or PyTorch's own")] = "auto",
+    compile: Annotated[bool, Flag("compile the network's blocks")] = False,
     pairs: Pairs = 7,
 ) -> Result:
     """Measure a model's step. Collective: every rank calls this."""

@@ -74,10 +74,7 @@ def random_batch(config: Config, device: torch.device, seed: int) -> TrainBatch:
 
 
 def synthetic_context(config: Config, world: World, resources: RankResources | None = None) -> TrainContext:
-    """Build a run whose data loaders are never read, by default on the rank's own device.
-
-    Collective: every rank calls this.
-    """
+    """Build a run whose data loaders are never read, by default on the rank's own device. Collective."""
     resources, num_classes = resources or rank_resources(world), config.model.num_classes
     task, device = Classification(), resources.device
     state, _ = build_state(config, world, task, num_classes=num_classes, device=device, finetune="")

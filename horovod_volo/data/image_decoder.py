@@ -138,8 +138,8 @@ def build_eval_pipeline(
     source: Source,
     *,
     image_size: int,
-    normalization: Normalization = IMAGENET_NORMALIZATION,
-    interpolation: str = "bicubic",
+    normalization: Normalization,
+    interpolation: str,
     **common: Any,
 ) -> Any:
     """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners.

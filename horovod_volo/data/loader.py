@@ -219,8 +219,6 @@ class EvalBatches:
 
 
 class EvalLoader(EvalBatches):
-    """This rank's evaluation batches for classification."""
-
     def __init__(
         self,
         catalog: Catalog,

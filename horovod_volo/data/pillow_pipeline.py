@@ -23,7 +23,6 @@ from torch import Tensor
 from horovod_volo.data.image_decoder import (
     BATCHES_DECODED_AHEAD,
     DECODERS,
-    IMAGENET_NORMALIZATION,
     Input,
     Normalization,
     Source,
@@ -77,25 +76,18 @@ class PillowPipeline:
         self._ended = False
 
 
+# These have the arguments of image_decoder.py, of which DALI alone needs some.
 def build_train_pipeline(
-    source: Source, *, image_size: int, batch: int, device: torch.device, threads: int, resize: bool
+    source: Source, *, device: torch.device, threads: int, resize: bool, **_: Any
 ) -> PillowPipeline:
-    """Build the pipeline that decodes and crops training images, to uint8 (height, width, 3) on the device.
-
-    Inputs: encoded images, crop corners, crop shapes.
-    """
-    del image_size, batch
+    """Build the pipeline that decodes and crops training images."""
     if resize:
         raise NotImplementedError("crops that Pillow has decoded are resized by torch")
     return PillowPipeline(source, _crop, partial(_on_device, device), threads)
 
 
-def build_scene_pipeline(source: Source, *, batch: int, device: torch.device, threads: int) -> PillowPipeline:
-    """Build the pipeline that decodes images and resamples a window of each, to uint8 (height, width, 3).
-
-    Inputs: encoded images, window corners (begin, end) in pixels of the image, sizes, flips.
-    """
-    del batch
+def build_scene_pipeline(source: Source, *, device: torch.device, threads: int, **_: Any) -> PillowPipeline:
+    """Build the pipeline that decodes images and resamples a window of each."""
     return PillowPipeline(source, _window, partial(_on_device, device), threads)
 
 
@@ -103,17 +95,13 @@ def build_eval_pipeline(
     source: Source,
     *,
     image_size: int,
-    batch: int,
     device: torch.device,
     threads: int,
-    normalization: Normalization = IMAGENET_NORMALIZATION,
-    interpolation: str = "bicubic",
+    normalization: Normalization,
+    interpolation: str,
+    **_: Any,
 ) -> PillowPipeline:
-    """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners.
-
-    Its images are (3, image_size, image_size).
-    """
-    del batch
+    """Build the evaluation pipeline."""
     mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
 
     def decode(encoded: NDArray[np.uint8], size: NDArray[Any], corner: NDArray[Any]) -> Tensor:

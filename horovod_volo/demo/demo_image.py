@@ -92,13 +92,6 @@ def area_in_unit_circle(name: str) -> float:
     return 4 * float(SHAPES[name](*np.meshgrid(steps, steps)).mean())
 
 
-class DemoImage(NamedTuple):
-    """An image and the fraction of each of its GRID x GRID cells that the object covers."""
-
-    image: Image.Image
-    coverage: Floats
-
-
 class Placement(NamedTuple):
     """Pose of the object: centre and area in pixels, rotation in radians, and mirror 1 or -1."""
 
@@ -109,8 +102,11 @@ class Placement(NamedTuple):
     mirror: int
 
 
-def draw_demo_image(name: str, random: np.random.Generator, *, image_side: int) -> DemoImage:
-    """Draw an object of class `name` in a random scene with sides of 0.9 to 1.4 `image_side`."""
+def draw_demo_image(name: str, random: np.random.Generator, *, image_side: int) -> tuple[Image.Image, Floats]:
+    """Draw an object of class `name` in a random scene with sides of 0.9 to 1.4 `image_side`.
+
+    Returns the image, and the fraction of each of its GRID x GRID cells that the object covers.
+    """
     width, height = random.integers(9 * image_side // 10, 14 * image_side // 10 + 1, 2).tolist()
     brightness = random.uniform(0.15, 0.85)
     canvas = scenery(random, width, height, brightness)
@@ -124,10 +120,8 @@ def draw_demo_image(name: str, random: np.random.Generator, *, image_side: int) 
     mask = add_object(canvas, random, name, placement, brightness)
     _hide_part(canvas, mask, random, placement, brightness)
     coverage = mask.resize((GRID, GRID), Image.Resampling.BOX)
-    return DemoImage(
-        image=add_lighting_and_grain(canvas.reduce(OVERSAMPLING), random),
-        coverage=np.asarray(coverage, np.float32) / np.float32(255),
-    )
+    image = add_lighting_and_grain(canvas.reduce(OVERSAMPLING), random)
+    return image, np.asarray(coverage, np.float32) / np.float32(255)
 
 
 def scenery(random: np.random.Generator, width: int, height: int, brightness: float) -> Image.Image:

@@ -111,10 +111,10 @@ def _make_split(root: Path, split: str, count: int, *, image_side: int, seed: in
         random = np.random.default_rng((seed, SPLIT_STREAMS[split], number))
         index, target = divmod(number, len(CLASSES))
         name, stem = CLASSES[target], f"n{target:04d}_{index:05d}"
-        demo_image = draw_demo_image(name, random, image_side=image_side)
-        demo_image.image.save(root / split / name / f"{stem}.jpg", quality=int(random.integers(75, 96)))
+        image, coverage = draw_demo_image(name, random, image_side=image_side)
+        image.save(root / split / name / f"{stem}.jpg", quality=int(random.integers(75, 96)))
         if split == "train":
-            label = token_label(demo_image.coverage, target, random)
+            label = token_label(coverage, target, random)
             torch.save(torch.from_numpy(label), root / "token_labels" / name / f"{stem}.pt")
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 # Encoded boxes are multiplied by these: SSD's variances 0.1 and 0.2.
 _CENTRE_SCALE, _SIZE_SCALE = 10.0, 5.0
 NEGATIVES_PER_POSITIVE = 3
+_CRITERION = 0.5  # the IoU with a box above which an anchor gets it
 _BLOCK, _BLOCK_ON_CPU = 1 << 24, 1 << 18  # overlaps computed together, 4 bytes each; a CPU's caches hold few
 
 
@@ -48,7 +49,11 @@ class AnchorRule:
 
 
 _SMALLEST, _SECOND, _BEYOND = 0.07, 0.15, 1.05  # sizes of SSD's anchors, fractions of the image
-_LAST_HALVED = 5  # a map of at most so many positions a side is made smaller by a convolution without padding
+
+
+def is_halved(side: int) -> bool:
+    """Return whether the map after one of this side has half of it; else a convolution takes 2 from it."""
+    return side > 5 or side == 2
 
 
 def anchor_rule(image_size: int) -> AnchorRule:
@@ -59,7 +64,7 @@ def anchor_rule(image_size: int) -> AnchorRule:
     sides = [-(-image_size // 8)]
     while sides[-1] > 1:
         side = sides[-1]
-        sides.append(-(-side // 2) if side > _LAST_HALVED or side == 2 else side - 2)
+        sides.append(-(-side // 2) if is_halved(side) else side - 2)
     maps = len(sides)
     # SSD300's steps are those of 304 px, though some of its maps are a little larger.
     steps = (8.0, 16.0, 32.0, 64.0, 100.0, 300.0) if image_size == 300 else (image_size / s for s in sides)
@@ -114,7 +119,7 @@ def _shapes(rule: AnchorRule, number: int) -> Iterator[tuple[float, float]]:
         yield size / sqrt(ratio), size * sqrt(ratio)
 
 
-def encode(boxes: Tensor, classes: Tensor, anchors: Anchors, criterion: float = 0.5) -> BoxTargets:
+def encode(boxes: Tensor, classes: Tensor, anchors: Anchors) -> BoxTargets:
     """Return the targets of ground-truth boxes (batch, most, 4) with classes (batch, most).
 
     An anchor gets the box that overlaps it most, if their IoU exceeds the criterion or it is that box's best
@@ -125,12 +130,12 @@ def encode(boxes: Tensor, classes: Tensor, anchors: Anchors, criterion: float = 
         boxes, classes = F.pad(boxes, (0, 0, 0, 1)), F.pad(classes, (0, 1))
     images = rows_together(boxes.shape[1] * len(anchors.corners), boxes.device)
     blocks = zip(torch.split(boxes.float(), images), torch.split(classes.long(), images), strict=True)
-    found = [_encode(*block, anchors, criterion) for block in blocks]
+    found = [_encode(*block, anchors) for block in blocks]
     return BoxTargets(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _encode(boxes: Tensor, classes: Tensor, anchors: Anchors, criterion: float) -> tuple[Tensor, Tensor]:
-    matches, positive = _match(boxes, classes, anchors.corners, criterion)
+def _encode(boxes: Tensor, classes: Tensor, anchors: Anchors) -> tuple[Tensor, Tensor]:
+    matches, positive = _match(boxes, classes, anchors.corners)
     matched = boxes.gather(1, matches.unsqueeze(2).expand(-1, -1, 4))  # (batch, anchors, 4)
     size = matched[..., 2:] - matched[..., :2]
     centre = (matched[..., :2] + matched[..., 2:]) / 2
@@ -148,7 +153,7 @@ def _encode(boxes: Tensor, classes: Tensor, anchors: Anchors, criterion: float) 
     )
 
 
-def _match(boxes: Tensor, classes: Tensor, corners: Tensor, criterion: float) -> tuple[Tensor, Tensor]:
+def _match(boxes: Tensor, classes: Tensor, corners: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of each anchor's box, and whether the anchor is positive: (batch, anchors) both."""
     present = (classes > 0) & (boxes[..., 2:] > boxes[..., :2]).all(dim=2)  # (batch, boxes)
     # Reversed, because argmax and max take the first of equals.
@@ -159,7 +164,7 @@ def _match(boxes: Tensor, classes: Tensor, corners: Tensor, criterion: float) ->
     # Above every IoU, so that no other box takes the best anchor of a box.
     overlaps.scatter_(2, best_anchors, torch.where(present, 2.0, -1.0))
     highest, matches = overlaps.max(dim=1)
-    return (boxes.shape[1] - 1 - matches).flip(1), (highest > criterion).flip(1)
+    return (boxes.shape[1] - 1 - matches).flip(1), (highest > _CRITERION).flip(1)
 
 
 def decode(values: Tensor, anchors: Anchors) -> Tensor:

@@ -21,6 +21,7 @@ from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.volo import Volo, fit_position_embedding, resize_position_embedding, run_blocks
 
 _STRIDE = 16
+_THEIR_NECK, _OUR_NECK = "backbone.side_layer", "neck.side_layer"  # in LV-ViT's repository and here
 
 
 class VoloBackbone(Volo):
@@ -28,16 +29,12 @@ class VoloBackbone(Volo):
 
     unused = ("post_network", "norm", "cls_token", "head", "aux_head")
 
-    def use_as_backbone(self) -> None:
-        """Drop what classification alone needs."""
-        for name in self.unused:
-            delattr(self, name)
+    def describe_maps(self) -> None:
         widths = [self.network[0][-1].norm1, *(self.network[stage][-1].norm1 for stage in (2, 3, 4))]
         self.channels = tuple(norm.normalized_shape[0] for norm in widths)
         self.strides = (8, _STRIDE, _STRIDE, _STRIDE)
 
     def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:
-        """Return the maps of the four stages."""
         tokens = self.stem(images)
         samples = self._sample_drop_path(tokens, drop_path_seed)
         outlookers, downsampling, *transformers = self.network
@@ -58,10 +55,7 @@ class LvVitBackbone(LvVit):
     # Published for S, M and L: the blocks after which the last third of the network is cut in four.
     _LAST_BLOCKS = (9, 6, 3, 0)  # from the end
 
-    def use_as_backbone(self) -> None:
-        """Drop what classification alone needs."""
-        for name in self.unused:
-            delattr(self, name)
+    def describe_maps(self) -> None:
         self.channels = (self.num_features,) * 4
         self.strides = (_STRIDE,) * 4
 
@@ -97,7 +91,9 @@ def build_backbone(settings: Model) -> Any:
         model_kwargs=settings.model_kwargs,
     )
     network.__class__ = kinds[type(network)]
-    network.use_as_backbone()  # type: ignore[operator]
+    for part in network.unused:  # type: ignore[union-attr]
+        delattr(network, part)
+    network.describe_maps()  # type: ignore[operator]
     return network
 
 
@@ -110,13 +106,28 @@ def embedding_for(embedding: Tensor, grid: tuple[int, int], old: tuple[int, int]
     return embedding if own == grid else resize_position_embedding(embedding, own, grid)
 
 
-def fit_backbone(backbone: Any, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return weights for a backbone, without what classification alone has, and messages."""
-    unused = tuple(f"{name}{end}" for name in backbone.unused for end in (".", ""))
-    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(unused)}
-    messages: list[str] = []
-    if hasattr(backbone, "pos_embed"):
-        kept, messages = fit_position_embedding(backbone, kept)
-    if len(kept) < len(weights):
-        messages.append(f"{len(weights) - len(kept)} tensors of classification alone are left out")
-    return kept, messages
+def fitted_weights(
+    network: Any, heads: tuple[str, ...], given: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """Return weights under our names, tensors of the network that stay fresh, and messages.
+
+    The weights are of such a network, from here or mmsegmentation, or, without `heads`, of a network of
+    classification alone.
+    """
+    weights = {name.replace(_THEIR_NECK, _OUR_NECK): tensor for name, tensor in given.items()}
+    is_whole = any(name.startswith(heads) for name in weights)
+    prefix, fresh, messages = "backbone." if is_whole else "", list[str](), list[str]()
+    body = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    others = {name: tensor for name, tensor in weights.items() if is_whole and not name.startswith(prefix)}
+    if not is_whole:
+        fresh = [name for name in network.state_dict() if not name.startswith("backbone.")]
+        messages.append("all but the backbone begins with fresh weights: these are of the backbone alone")
+    unused = tuple(f"{name}{end}" for name in network.backbone.unused for end in (".", ""))
+    kept = {name: tensor for name, tensor in body.items() if not name.startswith(unused)}
+    left_out = len(body) - len(kept)
+    if hasattr(network.backbone, "pos_embed"):
+        kept, resized = fit_position_embedding(network.backbone, kept)
+        messages += resized
+    if left_out:
+        messages.append(f"{left_out} tensors of classification alone are left out")
+    return others | {f"backbone.{name}": tensor for name, tensor in kept.items()}, fresh, messages

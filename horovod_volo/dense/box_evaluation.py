@@ -132,7 +132,6 @@ class BoxEvaluation(Evaluation):
         return of_images
 
     def rows(self, metrics: Metrics) -> list[tuple[str, str]]:
-        """Return metrics in words."""
         sizes = [size for size in ("small", "medium", "large") if f"ap_{size}" in metrics]
         return [
             ("AP", f"{metrics['ap']:.3f} %, the mean over IoU 0.50 to 0.95"),

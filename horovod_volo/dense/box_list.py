@@ -33,8 +33,6 @@ _MOST_CLASSES = 2**15 - 1
 
 @dataclass(frozen=True, eq=False)
 class Annotations:
-    """The annotations of a split."""
-
     names: NDArray[np.uint8]  # of the images, one after the other
     name_ends: NDArray[np.int64]  # (images,)
     image_ids: NDArray[np.int64]  # (images,)
@@ -84,7 +82,6 @@ class BoxList:
 
     @property
     def classes(self) -> Sequence[str]:
-        """Return the names of the classes."""
         return self.annotations.class_names
 
     @cached_property
@@ -97,17 +94,14 @@ class BoxList:
         """Close nothing: files are opened one by one."""
 
     def name(self, index: int) -> str:
-        """Return the name of an image's file."""
         number, annotations = int(self.numbers[index]), self.annotations
         begin = int(annotations.name_ends[number - 1]) if number else 0
         return os.fsdecode(annotations.names[begin : int(annotations.name_ends[number])].tobytes())
 
     def location(self, index: int) -> str:
-        """Return where an image is, for messages."""
         return str(self.files.images / self.name(index))
 
     def read(self, index: int) -> NDArray[np.uint8]:
-        """Return an encoded image; raise BadSampleError if it cannot be read."""
         try:
             return np.frombuffer((self.files.images / self.name(index)).read_bytes(), dtype=np.uint8)
         except OSError as error:

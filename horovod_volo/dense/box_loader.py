@@ -81,7 +81,7 @@ class BoxTrainLoader(DenseBatches):
         return boxes, classes
 
     def _transform(self, pending: PendingDenseBatch, decoded: Any) -> Tensor:
-        colors = np.stack([plan.color_map for plan in pending.plans]).astype(np.float32)
+        colors = np.stack([plan.colors.affine() for plan in pending.plans]).astype(np.float32)
         maps = copy_async(colors, self._device)  # (batch, 3, 4)
         # Normalising is one more affine map: both are one product, clipped to what 0 and 255 become.
         mean, std = self._mean.flatten(1), self._std.flatten(1)  # (3, 1)
@@ -138,12 +138,9 @@ class ColorChange:
 
 @dataclass(frozen=True, eq=False)
 class BoxPlan:
-    """What is done to one image and its boxes."""
-
     window: Window
     flip: bool
     colors: ColorChange
-    color_map: NDArray[np.float64]  # of the colours
 
     def move(self, boxes: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Return boxes of the image, in pixels, as fractions of the result, and which of them stay.
@@ -167,8 +164,7 @@ def draw_box_plan(
     ranges = ((-settings.hue, settings.hue), *_RANGES)
     drawn = [low + (high - low) * number for (low, high), number in zip(ranges, colors, strict=True)]
     window = _draw_window(size, boxes, (seed, epoch, sample))
-    change = ColorChange(*drawn)
-    return BoxPlan(window, flip < _FLIP, change, change.affine())
+    return BoxPlan(window, flip < _FLIP, ColorChange(*drawn))
 
 
 def _draw_window(size: tuple[int, int], boxes: NDArray[np.float64], counters: tuple[int, int, int]) -> Window:

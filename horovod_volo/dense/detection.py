@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import decoder_messages
 from horovod_volo.dense.anchors import DetectionLoss, anchor_rule, build_anchors, detection_loss, encode
@@ -19,7 +19,7 @@ from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader
 from horovod_volo.dense.dense_batches import DenseBatch, RankContext
-from horovod_volo.dense.ssd import HEADS, build_ssd, fitted_weights
+from horovod_volo.dense.ssd import HEADS, build_ssd
 from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask, load_weights
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Network, check_classes
@@ -36,27 +36,21 @@ class DetectionLearner(DenseLearner):
         self._anchors = build_anchors(anchor_rule(config.model.img_size), context.device)
 
     def forward(self, batch: DenseBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
-        """Return the offsets and the logits of all anchors."""
         with self.context.autocast:
             values, logits = self.network(batch.images, self.seed(step, number))
         return values, logits
 
     def loss(self, outputs: tuple[Tensor, Tensor], batch: DenseBatch) -> DetectionLoss:
-        """Return the losses of the boxes and of their classes."""
         boxes, classes = batch.targets
         return detection_loss(*outputs, encode(boxes, classes, self._anchors))
 
 
 class DetectionTask(DenseTask):
-    """SSD on boxes."""
-
     scores = ("ap", "ap50")
     score_names = ("AP", "AP at IoU 0.5")
+    settings = attrgetter("detection")
     train_batches, learner = BoxTrainLoader, DetectionLearner
     list_split = staticmethod(list_boxes)
-
-    def settings(self, config: Config) -> Detection:
-        return config.detection
 
     def decoder_messages(self, config: Config) -> list[str]:
         return decoder_messages(config.data.image_decoder)
@@ -104,7 +98,7 @@ class DetectionTask(DenseTask):
             network,
             heads,
             training_forward=lambda images: network(images, 0),
-            load_weights=partial(load_weights, network, fitted_weights, heads, config),
+            load_weights=partial(load_weights, network, heads, config),
         )
 
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:

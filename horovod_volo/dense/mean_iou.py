@@ -68,7 +68,6 @@ class SceneEvalLoader:
                 yield scene
 
     def close(self) -> None:
-        """End all threads."""
         self._threads.shutdown(cancel_futures=True)
 
     def _read(self, index: int) -> Scene:
@@ -121,7 +120,6 @@ class SceneEvaluation(Evaluation):
         return Measured(metrics, {name: iou for name, iou in of_classes if not isnan(iou)})
 
     def rows(self, metrics: Metrics) -> list[tuple[str, str]]:
-        """Return metrics in words."""
         return [
             ("mean IoU", f"{metrics['miou']:.3f} %"),
             ("pixels", f"{metrics['pixel_accuracy']:.3f} % right"),

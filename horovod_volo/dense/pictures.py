@@ -27,8 +27,6 @@ Labelled = tuple[NDArray[np.floating], int, str]  # a box in pixels, its class a
 
 
 class EvaluationPictures:
-    """Pictures of the first images of an evaluation."""
-
     def __init__(self, most: int) -> None:
         """`most` is the number of images; 0 on ranks that write nothing."""
         self._most = most

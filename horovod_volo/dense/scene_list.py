@@ -48,8 +48,6 @@ _ADE20K = (
 
 @dataclass(frozen=True)
 class SceneLayout:
-    """Where a data set has its images and masks."""
-
     name: str
     classes: tuple[str, ...]
     zero_is_ignored: bool  # and the classes count from 1
@@ -74,21 +72,17 @@ class SceneList:
 
     @property
     def classes(self) -> Sequence[str]:
-        """Return the names of the classes."""
         return self.layout.classes
 
     @property
     def digest(self) -> str:
-        """Return a checksum of the names."""
         listed = "\n".join([self.layout.name, *self.classes, *self.names])
         return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
 
     def location(self, index: int) -> str:
-        """Return where an image is, for messages."""
         return str(self._image(index))
 
     def read(self, index: int) -> NDArray[np.uint8]:
-        """Return an encoded image; raise BadSampleError if it cannot be read."""
         return np.frombuffer(_content(self._image(index)), dtype=np.uint8)
 
     def read_mask(self, index: int, size: tuple[int, int]) -> Mask:

@@ -46,8 +46,6 @@ _LAYOUT = "layout"  # an entry of manifests of images with masks
 
 @dataclass(frozen=True, eq=False)
 class SceneShards(SceneList):
-    """The images and masks of a packed split."""
-
     shards: tuple[Path, ...]
     places: NDArray[np.int64]  # (images, 5): shard; offset and bytes of the image; those of the mask
     _open: Any = field(default_factory=lambda: lru_cache(SHARDS_OPEN)(open_file), init=False, repr=False)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from horovod_volo.config.schema import Config
-from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.dense_batches import DenseBatch, RankContext
 from horovod_volo.dense.mean_iou import SceneEvaluation
@@ -18,12 +18,10 @@ from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import SceneTrainLoader
 from horovod_volo.dense.scene_shards import open_scenes
 from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask, load_weights
-from horovod_volo.dense.upernet import HEADS, PixelLosses, UperNet, fitted_weights, pixel_losses
+from horovod_volo.dense.upernet import HEADS, PixelLosses, UperNet, pixel_losses
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Network, check_classes
 from horovod_volo.models.sync_batch_norm import synchronize_norms
-
-_NONE_SEED = 0
 
 
 class SegmentationLearner(DenseLearner):
@@ -33,25 +31,19 @@ class SegmentationLearner(DenseLearner):
     network: UperNet
 
     def forward(self, batch: DenseBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
-        """Return the logits of the pixels, and those of the auxiliary head."""
         with self.context.autocast:
             return self.network.training_logits(batch.images, self.seed(step, number))
 
     def loss(self, outputs: tuple[Tensor, Tensor], batch: DenseBatch) -> PixelLosses:
-        """Return the losses of both heads."""
         return pixel_losses(*outputs, *batch.targets)
 
 
 class SegmentationTask(DenseTask):
-    """UperNet on masks."""
-
     scores = ("miou", "pixel_accuracy")
     score_names = ("mean IoU", "pixel accuracy")
+    settings = attrgetter("segmentation")
     train_batches, learner = SceneTrainLoader, SegmentationLearner
     list_split = staticmethod(open_scenes)
-
-    def settings(self, config: Config) -> Segmentation:
-        return config.segmentation
 
     def complete(self, config: Config) -> Config:
         super().complete(config)
@@ -88,8 +80,8 @@ class SegmentationTask(DenseTask):
         return Network(
             network,
             HEADS,
-            training_forward=lambda images: network.training_logits(images, _NONE_SEED),
-            load_weights=partial(load_weights, network, fitted_weights, HEADS, config),
+            training_forward=lambda images: network.training_logits(images, seed=0),
+            load_weights=partial(load_weights, network, HEADS, config),
         )
 
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:  # noqa: ARG002

@@ -9,37 +9,19 @@ shape after shape, within a shape all positions, rows then columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from horovod_volo.config.schema import Model
 from horovod_volo.core.errors import UserError
-from horovod_volo.dense.anchors import anchor_rule
-from horovod_volo.dense.backbones import build_backbone, fit_backbone
+from horovod_volo.dense.anchors import AnchorRule, anchor_rule, is_halved
+from horovod_volo.dense.backbones import build_backbone
 from horovod_volo.models.build import our_name
 from horovod_volo.models.timm_api import create_model, is_model
 
 HEADS = ("box_heads", "class_heads")
-
-
-class ExtraMap(NamedTuple):
-    """The pair of convolutions that computes a map from the previous one."""
-
-    width: int  # channels between the two
-    channels: int
-    halves: bool  # the second has stride 2; otherwise it has no padding, and takes 2 from the side
-
-
-def extra_maps(sides: Sequence[int], taps: int) -> tuple[ExtraMap, ...]:
-    """Return the pairs of convolutions behind `taps` maps of a backbone, with the published widths."""
-    found = []
-    for number, before in enumerate(sides[:-1], start=1):
-        halves = before > 5 or before == 2
-        found.append(ExtraMap(256, 512, halves) if number < 3 else ExtraMap(128, 256, halves))
-    return tuple(found[taps - 1 :])
 
 
 class SSD(nn.Module):
@@ -50,20 +32,21 @@ class SSD(nn.Module):
         backbone: nn.Module,
         channels: Sequence[int],
         num_classes: int,
-        *,
-        extras: Sequence[ExtraMap],
-        anchors_per_position: Sequence[int],
+        rule: AnchorRule,
         taps: Sequence[int] = (0,),
     ) -> None:
         """Several taps are of transformers, whose maps end without a norm: each gets one."""
         super().__init__()
-        of_maps = [*channels, *(extra.channels for extra in extras)]
         self.backbone, self.taps = backbone, tuple(taps)
         self.norms = nn.ModuleList(MapNorm(width) if len(taps) > 1 else nn.Identity() for width in channels)
-        self.extras = nn.ModuleList(map(_extra_layers, of_maps[len(channels) - 1 :], extras))
+        self.extras, of_maps = nn.ModuleList(), list(channels)
+        for number in range(len(channels), len(rule.sides)):
+            width, outputs = (256, 512) if number < 3 else (128, 256)  # as published
+            self.extras.append(_extra_layers(of_maps[-1], width, outputs, is_halved(rule.sides[number - 1])))
+            of_maps.append(outputs)
         # Output channels are shape after shape, so that in channels-last memory the values of an anchor are
         # adjacent.
-        heads = list(zip(of_maps, anchors_per_position, strict=True))
+        heads = list(zip(of_maps, rule.anchors_per_position, strict=True))
         self.values = (4, num_classes + 1)  # of each anchor; class 0 is the background
         self.box_heads, self.class_heads = (
             nn.ModuleList(nn.Conv2d(width, values * shapes, 3, padding=1) for width, shapes in heads)
@@ -93,7 +76,6 @@ class SSD(nn.Module):
         return boxes, logits
 
     def no_weight_decay(self) -> set[str]:
-        """Return the parameters without weight decay."""
         exempt = getattr(self.backbone, "no_weight_decay", set)
         return {f"backbone.{name}" for name in exempt()}
 
@@ -102,7 +84,6 @@ class MapNorm(nn.LayerNorm):
     """Layer norm of maps (batch, channels, height, width), at each position over its channels."""
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Return maps of the same shape."""
         return super().forward(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -142,39 +123,17 @@ def build_ssd(settings: Model, num_classes: int) -> SSD:
         raise UserError(f"SSD on {name} has no drop path and no --grad-checkpoint. Drop them, or use VOLO.")
     else:
         backbone = ResNetTrunk(name)
-    rule = anchor_rule(settings.img_size)
-    return SSD(
-        backbone,
-        [backbone.channels[tap] for tap in taps],
-        num_classes,
-        extras=extra_maps(rule.sides, len(taps)),
-        anchors_per_position=rule.anchors_per_position,
-        taps=taps,
-    )
+    channels = [backbone.channels[tap] for tap in taps]
+    return SSD(backbone, channels, num_classes, anchor_rule(settings.img_size), taps)
 
 
-def fitted_weights(
-    network: SSD, given: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return weights under our names, tensors of the network that stay fresh, and messages.
-
-    The weights are of such a network, or of a network of classification.
-    """
-    if any(name.startswith(HEADS) for name in given):
-        return dict(given), [], []
-    kept, messages = fit_backbone(network.backbone, given)
-    fresh = [name for name in network.state_dict() if not name.startswith("backbone.")]
-    messages.insert(0, "extra maps and heads begin with fresh weights: these are of the backbone alone")
-    return {f"backbone.{name}": tensor for name, tensor in kept.items()}, fresh, messages
-
-
-def _extra_layers(channels: int, extra: ExtraMap) -> nn.Sequential:
-    stride, padding = (2, 1) if extra.halves else (1, 0)
-    first = nn.Conv2d(channels, extra.width, 1, bias=False)
-    second = nn.Conv2d(extra.width, extra.channels, 3, stride=stride, padding=padding, bias=False)
+def _extra_layers(channels: int, width: int, outputs: int, halves: bool) -> nn.Sequential:
+    stride, padding = (2, 1) if halves else (1, 0)
+    first = nn.Conv2d(channels, width, 1, bias=False)
+    second = nn.Conv2d(width, outputs, 3, stride=stride, padding=padding, bias=False)
     return nn.Sequential(
-        *(first, nn.BatchNorm2d(extra.width), nn.ReLU(inplace=True)),
-        *(second, nn.BatchNorm2d(extra.channels), nn.ReLU(inplace=True)),
+        *(first, nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
+        *(second, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)),
     )
 
 

@@ -17,6 +17,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.ordered_batches import OrderOfRank
+from horovod_volo.dense.backbones import fitted_weights
 from horovod_volo.dense.dense_batches import DenseBatch, RankContext, rank_context
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.engine.task import (
@@ -35,9 +36,6 @@ from horovod_volo.monitor.logger import Picture
 
 _PICTURES = 4  # in TensorBoard
 
-# (network, weights by name) -> weights under our names, tensors that stay fresh, messages.
-FitWeights = Callable[[Any, Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str], list[str]]]
-
 
 @dataclass(frozen=True)
 class DenseData(TaskData):
@@ -48,11 +46,9 @@ class DenseData(TaskData):
     description: str
 
     def describe(self, config: Config) -> str:  # noqa: ARG002
-        """Describe the images for the banner."""
         return self.description
 
     def close(self) -> None:
-        """Close all files."""
         self.train.close()
         self.held_out.close()
 
@@ -83,10 +79,7 @@ class Evaluation(ABC):
 
     @abstractmethod
     def measure(self, network: nn.Module, beat: Beat, pictures: EvaluationPictures | None = None) -> Measured:
-        """Measure a network; draw the first images, and write predictions, if told to.
-
-        Collective: every rank calls this.
-        """
+        """Measure a network; draw the first images, and write predictions, if told to. Collective."""
 
     @abstractmethod
     def rows(self, metrics: Metrics) -> list[tuple[str, str]]:
@@ -127,7 +120,6 @@ class DenseLearner(Learner[DenseBatch, tuple[Tensor, Tensor]]):
         return self._pictures.latest()
 
     def close(self) -> None:
-        """End the threads of the evaluation, and close all files."""
         self.evaluation.close()
         self._data.close()
 
@@ -136,13 +128,10 @@ class DenseTask(Task, ABC):
     """A task whose networks predict pixels or boxes; its parts are named by the attributes."""
 
     score_names: Sequence[str]  # of `scores`, for people
+    settings: Callable[[Config], Any]  # those of this task alone
     train_batches: Callable[..., TrainBatches]
     learner: Callable[..., DenseLearner]
     list_split: Callable[[Path, Split], Any]  # of a data folder; raises UserError if it has no images
-
-    @abstractmethod
-    def settings(self, config: Config) -> Any:
-        """Return the settings of this task alone."""
 
     @abstractmethod
     def list_data(self, config: Config) -> DenseData:
@@ -202,12 +191,10 @@ class DenseTask(Task, ABC):
         return f"{first}, {second}{of_average} on {metrics['images']} held-out images"
 
 
-def load_weights(
-    network: nn.Module, fit: FitWeights, heads: tuple[str, ...], config: Config, source: str
-) -> list[str]:
+def load_weights(network: nn.Module, heads: tuple[str, ...], config: Config, source: str) -> list[str]:
     """Load the weights that a run begins with into its network; return messages."""
     weights, which = read_weights(source, use_ema=config.model.use_ema)
-    fitted, fresh, messages = fit(network, weights)
+    fitted, fresh, messages = fitted_weights(network, heads, weights)
     allowed = config.model.allow_mismatch
     loaded = load_fitted(network, fitted, source, heads=heads, fresh=fresh, allowed=allowed)
     return [*which, *loaded, *messages]

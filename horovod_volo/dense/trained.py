@@ -10,7 +10,7 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.recipe import assemble
+from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
 from horovod_volo.dense.dense_batches import rank_context
@@ -30,13 +31,7 @@ from horovod_volo.dense.mean_iou import logits_of
 from horovod_volo.dense.task import DenseTask, Views
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Samples
-from horovod_volo.evaluation.task_results import (
-    EVALUATIONS,
-    EXPORTS,
-    Evaluated,
-    Progress,
-    Trained,
-)
+from horovod_volo.evaluation.task_results import EVALUATIONS, EXPORTS, Evaluated, Progress
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import settings_of_run
 from horovod_volo.models.timm_export import CONFIG, STATE_DICT
@@ -182,8 +177,19 @@ def _lines(
     ]
 
 
-class TrainedDense(Trained):
-    """A trained network for pixels or boxes."""
+@dataclass(frozen=True)
+class TrainedDense:
+    """A trained network for pixels or boxes, on the CPU in evaluation mode."""
+
+    network: nn.Module
+    config: Config  # of its run
+    num_classes: int
+    messages: list[str]  # on the weights
+    class_names: tuple[str, ...]  # in the order of the logits; none if the weights do not have them
+    image_side: int
+    mean: tuple[float, ...]  # of each channel of training pixels from 0 to 1
+    std: tuple[float, ...]
+    takes_any_size: bool  # images may have any height and width
 
     def outputs(self) -> tuple[nn.Module, tuple[str, ...]]:
         """Return the network with the outputs of an evaluation, and their names."""
@@ -229,7 +235,6 @@ class PixelLogits(nn.Module):
         self.network = network
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits at the images' height and width."""
         return logits_of(self.network, images)
 
 

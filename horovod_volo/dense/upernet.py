@@ -14,7 +14,7 @@ those of one image exist at a time: its gradient is computed with its loss, at t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from horovod_volo.config.schema import Model
 from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.dense.backbones import build_backbone, fit_backbone
+from horovod_volo.dense.backbones import build_backbone
 from horovod_volo.models.build import seed_torch
 from horovod_volo.models.sync_batch_norm import Steps, SyncBatchNorm, run_together
 
 HEADS = ("decode_head.conv_seg", "auxiliary_head.conv_seg")
-_THEIR_NECK, _OUR_NECK = "backbone.side_layer", "neck.side_layer"  # in LV-ViT's repository and here
 _STRIDE = 16
 _AUXILIARY_WEIGHT = 0.4
 _NECK_STRIDES = (4, 8)  # of the neck's first maps
@@ -194,7 +193,6 @@ class UperNet(nn.Module):
         return logits
 
     def no_weight_decay(self) -> set[str]:
-        """Return the parameters without weight decay."""
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -209,27 +207,6 @@ def _prefixed(patterns: Any) -> Any:
     if isinstance(patterns, str):
         return patterns.replace("^", r"^backbone\.")
     return [(pattern.replace("^", r"^backbone\."), order) for pattern, order in patterns]
-
-
-def fitted_weights(
-    network: UperNet, given: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return weights under our names, tensors of the network that stay fresh, and messages.
-
-    The weights are of such a network, from here or mmsegmentation, or of a backbone alone.
-    """
-    weights = {name.replace(_THEIR_NECK, _OUR_NECK): tensor for name, tensor in given.items()}
-    messages = list[str]()
-    is_whole = any(name.startswith("decode_head.") for name in weights)
-    prefix = "backbone." if is_whole else ""
-    body = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    others = {name: tensor for name, tensor in weights.items() if is_whole and not name.startswith(prefix)}
-    fresh = [] if is_whole else [name for name in network.state_dict() if not name.startswith("backbone.")]
-    if fresh:
-        messages.append("neck and heads begin with fresh weights: these are of the backbone alone")
-    kept, of_backbone = fit_backbone(network.backbone, body)
-    messages += of_backbone
-    return others | {f"backbone.{name}": tensor for name, tensor in kept.items()}, fresh, messages
 
 
 class PixelLosses(NamedTuple):

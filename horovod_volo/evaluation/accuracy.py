@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,7 +22,7 @@ from horovod_volo.data.images.split_folder import HeldOut, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.accuracy import ClassResult, EvalCounts, ImageScores, class_results
 from horovod_volo.engine.classification_data import catalog_folder, shared_catalog
-from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
+from horovod_volo.evaluation.imagenet import count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.predictions import load_network
 from horovod_volo.evaluation.task_results import EVALUATIONS, Evaluated, Progress
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
@@ -52,17 +51,15 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
             done += len(batch.indices)
             progress(done, own)
     counts, predictions, _ = scores.gather(catalog, world)
-    result = AccuracyResult(
-        request=request,
-        model=model,
-        crop_pct=crop_pct,
-        data=catalog.source,
-        counts=counts,
-        real=None if real is None else count_real(real, predictions),
-        rows=class_results(catalog.classes, catalog.targets, predictions)[: request.per_class],
-    )
+    record = _record(request, model, crop_pct, catalog.source, counts, world.size)
+    if real is not None:
+        record["real"] = {"file": request.real, **count_real(real, predictions)}
+    lines = _lines(request, model.messages, record)
+    if rows := class_results(catalog.classes, catalog.targets, predictions)[: request.per_class]:
+        lines += ["", *_format_table(rows)]
+        record["classes"] = [{**row._asdict(), "top1": row.top1} for row in rows]
     bad = list(chain(*world.allgather_object(loader.bad_samples.new_messages())))
-    return Evaluated(counts.metrics(), result.lines(), result.record(world.size), bad)
+    return Evaluated(counts.metrics(), lines, record, bad)
 
 
 def _list_images(request: Namespace, world: World) -> Catalog:
@@ -138,64 +135,45 @@ def _build_loader(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccuracyResult:
-    """The result, the same on every rank."""
+def _record(
+    request: Namespace, model: PretrainedModel, crop_pct: float, data: str, counts: EvalCounts, ranks: int
+) -> dict[str, Any]:
+    return {
+        **{name: getattr(request, name) for name in ("weights", "use_ema", "precision", "batch_size")},
+        "model": model.name,
+        "data": data,
+        "aux_head": model.has_aux_head,
+        "img_size": model.image_side,
+        "crop_pct": crop_pct,
+        "crop_mode": model.crop_mode,
+        "mean": model.mean,
+        "std": model.std,
+        "image_decoder": image_decoder(request.image_decoder).name,
+        "ranks": ranks,
+        **counts.metrics(),
+        "top1_right": counts.top1,
+        "top5_right": counts.top5,
+    }
 
-    request: Namespace
-    model: PretrainedModel
-    crop_pct: float
-    data: str  # the folder of the images
-    counts: EvalCounts
-    real: RealCounts | None
-    rows: list[ClassResult]  # the classes to list, the worst first
 
-    def lines(self) -> list[str]:
-        """Return the lines that are printed."""
-        request, model, counts, metrics = self.request, self.model, self.counts, self.counts.metrics()
-        crop = "crop" if model.crop_mode == "center" else f"{model.crop_mode}, crop"
-        properties = [
-            ("weights", request.weights),
-            ("model", f"{model.name}, {model.image_side} px, {crop} {self.crop_pct:g}, {request.precision}"),
-            *(("", warning) for warning in model.messages),
-            *(("decoder", message) for message in decoder_messages(request.image_decoder)),
-            ("images", f"{counts.images:,} of {self.data}; {counts.bad_samples:,} damaged ones left out"),
-            ("top-1", f"{metrics['top1']:.3f} %, {counts.top1:,} images"),
-            ("top-5", f"{metrics['top5']:.3f} %, {counts.top5:,} images"),
-            ("loss", f"{metrics['loss']:.5f}"),
-        ]
-        if self.real is not None:
-            real = f"{self.real.accuracy:.3f} %, {self.real.right:,} of {self.real.images:,} images"
-            properties.append(("ReaL", real))
-        lines = [f"{name:<10}{value}" for name, value in properties]
-        return [*lines, "", *_format_table(self.rows)] if self.rows else lines
-
-    def record(self, ranks: int) -> dict[str, Any]:
-        """Return the result as it is written to JSON."""
-        request, model, counts = self.request, self.model, self.counts
-        of_request = ("weights", "use_ema", "precision", "batch_size")
-        record: dict[str, Any] = {
-            **{name: getattr(request, name) for name in of_request},
-            "model": model.name,
-            "data": self.data,
-            "aux_head": model.has_aux_head,
-            "img_size": model.image_side,
-            "crop_pct": self.crop_pct,
-            "crop_mode": model.crop_mode,
-            "mean": model.mean,
-            "std": model.std,
-            "image_decoder": image_decoder(request.image_decoder).name,
-            "ranks": ranks,
-            **counts.metrics(),
-            "top1_right": counts.top1,
-            "top5_right": counts.top5,
-        }
-        if self.real is not None:
-            accuracy = {"accuracy": self.real.accuracy, **self.real._asdict()}
-            record["real"] = {"file": request.real, **accuracy}
-        if self.rows:
-            record["classes"] = [{**row._asdict(), "top1": row.top1} for row in self.rows]
-        return record
+def _lines(request: Namespace, messages: Sequence[str], record: Mapping[str, Any]) -> list[str]:
+    bad, real = record["bad_samples"], record.get("real")
+    crop = "crop" if record["crop_mode"] == "center" else f"{record['crop_mode']}, crop"
+    how = f"{record['img_size']} px, {crop} {record['crop_pct']:g}, {request.precision}"
+    properties = [
+        ("weights", request.weights),
+        ("model", f"{record['model']}, {how}"),
+        *(("", message) for message in messages),
+        *(("decoder", message) for message in decoder_messages(request.image_decoder)),
+        ("images", f"{record['images']:,} of {record['data']}; {bad:,} damaged ones left out"),
+        ("top-1", f"{record['top1']:.3f} %, {record['top1_right']:,} images"),
+        ("top-5", f"{record['top5']:.3f} %, {record['top5_right']:,} images"),
+        ("loss", f"{record['loss']:.5f}"),
+    ]
+    if real:
+        counted = f"{real['right']:,} of {real['images']:,} images"
+        properties.append(("ReaL", f"{real['accuracy']:.3f} %, {counted}"))
+    return [f"{name:<10}{value}" for name, value in properties]
 
 
 def _format_table(rows: Sequence[ClassResult]) -> list[str]:

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,18 +24,6 @@ from horovod_volo.data.images.catalog import Catalog, list_split
 from horovod_volo.data.images.split_folder import SplitFolder, check_links, shortened, visible
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
-
-
-class RealCounts(NamedTuple):
-    """The ImageNet-ReaL accuracy as two counts."""
-
-    right: int  # images whose prediction is one of their classes
-    images: int  # images that have a class
-
-    @property
-    def accuracy(self) -> float:
-        """Return the accuracy in per cent."""
-        return 100 * self.right / max(1, self.images)
 
 
 def read_real(file: str, catalog: Catalog, num_classes: int) -> list[frozenset[int]]:
@@ -54,14 +41,18 @@ def read_real(file: str, catalog: Catalog, num_classes: int) -> list[frozenset[i
     return real
 
 
-def count_real(real: Sequence[frozenset[int]], predictions: NDArray[np.int64]) -> RealCounts:
-    """Count correct predictions (images,), without images that have no class and damaged ones (NO_CLASS)."""
+def count_real(real: Sequence[frozenset[int]], predictions: NDArray[np.int64]) -> dict[str, float]:
+    """Return the accuracy of predictions (images,) in per cent, how many are right, and of how many images.
+
+    Images that have no class, and damaged ones (NO_CLASS), do not count.
+    """
     correct = [
         prediction in classes
         for classes, prediction in zip(real, predictions.tolist(), strict=True)
         if classes and prediction != NO_CLASS
     ]
-    return RealCounts(sum(correct), len(correct))
+    right, images = sum(correct), len(correct)
+    return {"accuracy": 100 * right / max(1, images), "right": right, "images": images}
 
 
 def _read_lists(file: str) -> list[frozenset[int]]:

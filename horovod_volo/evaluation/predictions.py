@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,6 @@ from horovod_volo.monitor.pictures import inlined_jpeg
 Classes = list[tuple[str, float]]  # names and probabilities, the most probable first
 
 
-@dataclass(frozen=True)
-class PredictRequest:
-    """The settings of a prediction."""
-
-    top: int  # classes of each image
-    crop_pct: float  # 0: the model's own
-    batch_size: int
-    precision: str
-
-
 def load_network(source: str, flags: Any) -> PretrainedModel:
     """Load a trained network as `flags_of_trained_network` choose it, which are attributes of `flags`."""
     return load_pretrained(
@@ -54,29 +43,37 @@ def load_network(source: str, flags: Any) -> PretrainedModel:
 
 
 def predict(
-    trained: PretrainedModel, images: Sequence[Any], request: PredictRequest, bad: list[str]
+    trained: PretrainedModel,
+    images: Sequence[Any],
+    bad: list[str],
+    *,
+    top: int,
+    crop_pct: float,
+    batch_size: int,
+    precision: str,
 ) -> Iterator[tuple[int, Classes]]:
-    """Yield the number and the most probable classes of each image that can be read.
+    """Yield the number and the `top` most probable classes of each image that can be read.
 
-    `images` are paths, bytes of files, PIL images or arrays. Messages on the others go to `bad`.
+    `images` are paths, bytes of files, PIL images or arrays. Messages on the others go to `bad`. A `crop_pct`
+    of 0 is the model's own.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained.network.to(device)
-    set_tf32(request.precision)
-    fix_convolutions(trained.network, request.precision, device)
+    set_tf32(precision)
+    fix_convolutions(trained.network, precision, device)
     names = described(trained.class_names) or [f"class {number}" for number in range(trained.num_classes)]
     side = trained.image_side
     resize = partial(
         resized_shapes,
         image_size=side,
-        crop_pct=request.crop_pct or trained.crop_pct,
+        crop_pct=crop_pct or trained.crop_pct,
         crop_mode=trained.crop_mode,
     )
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (trained.mean, trained.std))
     sources = UnlabelledImages(images)
-    for first in range(0, len(images), request.batch_size):
+    for first in range(0, len(images), batch_size):
         pixels, shown = [], []
-        for number in range(first, min(first + request.batch_size, len(images))):
+        for number in range(first, min(first + batch_size, len(images))):
             try:
                 image = decode_rgb(sources, number)
                 height, width, _ = image.shape
@@ -89,9 +86,9 @@ def predict(
         if not shown:
             continue
         batch = torch.from_numpy(np.stack(pixels)).to(device).movedim(-1, -3)
-        with torch.inference_mode(), autocast(request.precision, device):
+        with torch.inference_mode(), autocast(precision, device):
             logits = trained.network((batch / 255 - mean) / std)
-        shares, classes = logits.float().softmax(dim=1).topk(min(request.top, logits.shape[1]), dim=1)
+        shares, classes = logits.float().softmax(dim=1).topk(min(top, logits.shape[1]), dim=1)
         for number, own_shares, own_classes in zip(shown, shares.tolist(), classes.tolist(), strict=True):
             yield number, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)]
 

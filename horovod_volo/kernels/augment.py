@@ -6,9 +6,10 @@ rounding of interpolated pixels; colours are equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from enum import IntEnum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,11 +156,4 @@ def _parameters(operations: Operations, layer: int, shape: Sequence[int]) -> NDA
     return rows
 
 
-class AugmentationKernels(NamedTuple):
-    """What the core calls in place of its operators."""
-
-    augment_: Callable[[Tensor, Operations], None]
-    normalize: Callable[..., Tensor]
-
-
-register_kernel("augmentation", AugmentationKernels(augment_, normalize_images))
+register_kernel("augmentation", sys.modules[__name__])  # for `augment_` and `normalize_images`

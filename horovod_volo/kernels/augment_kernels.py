@@ -15,18 +15,11 @@ import triton.language as tl
 
 from horovod_volo.kernels.augment import PixelOp
 
-INVERT = tl.constexpr(int(PixelOp.INVERT))
-POSTERIZE = tl.constexpr(int(PixelOp.POSTERIZE))
-SOLARIZE = tl.constexpr(int(PixelOp.SOLARIZE))
-SOLARIZE_ADD = tl.constexpr(int(PixelOp.SOLARIZE_ADD))
-BRIGHTNESS = tl.constexpr(int(PixelOp.BRIGHTNESS))
-COLOR = tl.constexpr(int(PixelOp.COLOR))
-SHARPNESS = tl.constexpr(int(PixelOp.SHARPNESS))
-AUTO_CONTRAST = tl.constexpr(int(PixelOp.AUTO_CONTRAST))
-EQUALIZE = tl.constexpr(int(PixelOp.EQUALIZE))
-CONTRAST = tl.constexpr(int(PixelOp.CONTRAST))
-ALONG_X = tl.constexpr(int(PixelOp.WARP_ALONG_X))
-ROTATE = tl.constexpr(int(PixelOp.ROTATE))
+# In the order of PixelOp, without COPY.
+(
+    INVERT, POSTERIZE, SOLARIZE, SOLARIZE_ADD, BRIGHTNESS, COLOR, SHARPNESS,
+    AUTO_CONTRAST, EQUALIZE, CONTRAST, ALONG_X, ALONG_Y, ROTATE,
+) = (tl.constexpr(int(operation)) for operation in PixelOp if operation)
 
 
 @triton.jit
@@ -104,7 +97,6 @@ def apply_layer(
 
 @triton.jit
 def _map_values(image, own, table, to, operation, pixel, height, width, block: tl.constexpr):
-    """Write the pixels with other values."""
     area = height * width
     exists = pixel < area
     argument = tl.load(own + 2).to(tl.float32)
@@ -149,7 +141,6 @@ def _weight(tap, beyond, bicubic):
 
 @triton.jit
 def _resample(image, own, to, operation, pixel, height, width, block: tl.constexpr):
-    """Write the pixels of an image that is sheared, translated or rotated."""
     area = height * width
     exists = pixel < area
     bicubic = tl.load(own + 1) > 0

@@ -12,10 +12,10 @@ from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.reading import decode_rgb
+from horovod_volo.labelling.verify import probabilities
 from horovod_volo.monitor.pictures import BACKGROUND, TEXT, load_font, palette_colors
 from horovod_volo.token_labels.geometry import MapGeometry
 from horovod_volo.token_labels.keys import label_key, names_of
-from horovod_volo.token_labels.probability import probabilities
 from horovod_volo.token_labels.source import open_labels
 from horovod_volo.token_labels.store import Maps
 

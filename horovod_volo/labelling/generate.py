@@ -186,10 +186,7 @@ def generate_labels(
     progress: Progress,
     shard_rows: int = SHARD_ROWS,
 ) -> tuple[int, list[str]]:
-    """Write the store; return its number of rows and the problems of all ranks.
-
-    Collective: every rank calls this.
-    """
+    """Write the store; return its number of rows and the problems of all ranks. Collective."""
     resources = rank_resources(world)
     if resources.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: the logits are stored as fp16

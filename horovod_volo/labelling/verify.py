@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,6 @@ from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.token_labels.geometry import MapGeometry
 from horovod_volo.token_labels.keys import NO_ROW, find_rows, read_keys
-from horovod_volo.token_labels.probability import best_classes
 from horovod_volo.token_labels.store import KEYS_FILE, METADATA_FILE, StoreMetadata, read_metadata, read_shard
 
 _MAPS_PER_BLOCK = 256  # bounds the memory of the per-class sums, also with 21,841 classes
@@ -24,8 +24,6 @@ _NO_IMAGE = -1  # target of a row whose image is not in the catalog
 
 @dataclass
 class StoreReport:
-    """Counts and problems of a store."""
-
     metadata: StoreMetadata
     missing: int = 0  # rows without a map
     damage: list[str] = field(default_factory=list)
@@ -119,3 +117,27 @@ def _check_shard(
             report.agreeing += int((best == kinds[compared]).sum())
     if invalid:
         report.damage.append(f"{path}: {invalid} maps have logits that are not finite, or unknown classes")
+
+
+def probabilities(scores: NDArray[np.float16], classes: int) -> NDArray[np.float32]:
+    """Return the probabilities of the stored classes, by the softmax over all classes of the token loss.
+
+    `scores` are logits (..., k, height, width) of the k best classes; those of all others are taken as 0.
+    """
+    logits = scores.astype(np.float32)  # (..., k, height, width)
+    highest = np.maximum(logits.max(axis=-3, keepdims=True), 0)
+    stored = np.exp(logits - highest)
+    others = (classes - logits.shape[-3]) * np.exp(-highest)
+    result: NDArray[np.float32] = stored / (stored.sum(axis=-3, keepdims=True) + others)
+    return result
+
+
+def best_classes(
+    scores: NDArray[np.float16], ids: NDArray[np.integer[Any]], classes: int
+) -> NDArray[np.int64]:
+    """Return for each map (maps, k, height, width) the class with the highest summed probability (maps,)."""
+    rows = np.arange(len(ids)).reshape(-1, 1, 1, 1)
+    bins = (rows * classes + ids).ravel()  # one for each pair of map and class
+    sums = np.bincount(bins, probabilities(scores, classes).ravel(), minlength=len(ids) * classes)
+    best: NDArray[np.int64] = sums.reshape(len(ids), classes).argmax(axis=1)
+    return best

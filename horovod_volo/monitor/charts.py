@@ -1,4 +1,8 @@
-"""The charts of TensorBoard: which metrics they show, under which tags, against which axes.
+"""What TensorBoard shows: which metrics, under which tags, against which axes, as events of its files.
+
+The events are bytes that are appended to a file. TensorBoard's own EventFileWriter could not do that: after a
+write that failed it drops what it has, and writes nothing more. Invariant: after `session_start`, TensorBoard
+ignores earlier events of its step and later ones, whatever they show.
 
 docs/monitoring.md lists the same tags. Evaluations are charted against epochs and against hours too.
 TensorBoard knows steps and wall time only, so these charts have epochs, and thousandths of hours, in the
@@ -8,14 +12,30 @@ all that is to be shown is written again.
 
 from __future__ import annotations
 
+import io
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from horovod_volo.monitor import event_records
-from horovod_volo.monitor.event_records import Layout
-from horovod_volo.monitor.logger import EVALUATION, TRAIN, MetricsRecord, RunDescription, Values, kind_of
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import summary
+
+from horovod_volo.monitor.logger import (
+    EVALUATION,
+    TRAIN,
+    MetricsRecord,
+    Picture,
+    RunDescription,
+    Values,
+    kind_of,
+)
 
 OTHER_AXES = "by_epoch_and_hour"  # the folder of charts whose horizontal axis is not the step
 _BY_EPOCH, _BY_HOUR = "evaluation by epoch", "evaluation by hour"  # their groups
+_RGB = 3  # TensorBoard's number of this color space
 _PARTS_PER_HOUR = 1000  # TensorBoard shows 12,000 as 12k, which are 12 hours
 
 # Tags of metrics of training outside of the group `train`.
@@ -63,16 +83,14 @@ class Board:
         """Return points of curves of training or of an evaluation."""
         tags, shown = _TAGS if kind == TRAIN else {}, self.select(kind, values)
         points = {tags.get(name, f"{kind}/{name}"): value for name, value in shown.items()}
-        return event_records.scalars(step, points)
+        return scalars(step, points)
 
     def other_axes(self, values: Values) -> bytes:
         """Return an evaluation against epochs and hours."""
         shown = self.select(EVALUATION, values)
         axes = ((_BY_EPOCH, "epoch", 1), (_BY_HOUR, "hours", _PARTS_PER_HOUR))
         return b"".join(
-            event_records.scalars(
-                round(factor * values[key]), {f"{group}/{name}": value for name, value in shown.items()}
-            )
+            scalars(round(factor * values[key]), {f"{group}/{name}": value for name, value in shown.items()})
             for group, key, factor in axes
             if key in values
         )
@@ -93,19 +111,27 @@ def all_other_axes(records: Iterable[MetricsRecord]) -> bytes:
     """Return all evaluations against epochs and hours, in the place of earlier events of their folder."""
     board = Board()
     points = (board.other_axes(record) for record in records if kind_of(record) == EVALUATION)
-    return event_records.file_start(0) + b"".join(points)
+    return file_start(0) + b"".join(points)
 
 
 def description_events(step: int, description: RunDescription) -> bytes:
-    """Return texts, hyperparameters and the layout of charts of a run."""
-    texts = (event_records.text(step, f"run/{tag}", text) for tag, text in description.texts.items())
-    scores = [f"{EVALUATION}/{score}" for score in description.scores]
-    start = event_records.session_hparams(step, description.hparams, scores)
-    return b"".join([*texts, start, event_records.layout(step, _layout(description.scores[0]))])
+    """Return texts, hyperparameters and the layout of charts of a run that begins."""
+    texts = (_event(step, summary=text_pb(f"run/{tag}", text)) for tag, text in description.texts.items())
+    # torch takes booleans for numbers.
+    hparams = {
+        name: str(value) if isinstance(value, bool) else value for name, value in description.hparams.items()
+    }
+    scores = dict.fromkeys(f"{EVALUATION}/{score}" for score in description.scores)
+    experiment, start, _ = summary.hparams(hparams, scores)  # type: ignore[no-untyped-call]
+    layout = summary.custom_scalars(_layout(description.scores[0]))  # type: ignore[no-untyped-call]
+    return b"".join([*texts, *(_event(step, summary=each) for each in (experiment, start, layout))])
 
 
-def _layout(score: str) -> Layout:
-    """Return what the tab of custom scalars shows, by category; `score` is the most important one."""
+def _layout(score: str) -> Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]:
+    """Return what the tab of custom scalars shows, by category and title; `score` is the most important one.
+
+    It is "Multiline" and patterns of tags, or "Margin" and the tags of value, lower and upper.
+    """
 
     def curves(*tags: str) -> tuple[str, Sequence[str]]:
         return "Multiline", tags
@@ -139,3 +165,38 @@ def _layout(score: str) -> Layout:
             "memory, GiB": curves(r"^memory/"),
         },
     }
+
+
+def file_start(first_step: int) -> bytes:
+    """Return the first events of a file: its version, and the step from which on earlier files are void."""
+    return _event(0, file_version="brain.Event:2") + session_start(first_step)
+
+
+def session_start(first_step: int) -> bytes:
+    """Return the event after which TensorBoard ignores earlier ones from a step on."""
+    return _event(first_step, session_log=SessionLog(status=SessionLog.START))
+
+
+def scalars(step: int, values: Mapping[str, float]) -> bytes:
+    """Return a point of each curve, by tag, in one event."""
+    points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+    return _event(step, summary=Summary(value=points))
+
+
+def picture(step: int, tag: str, encoded: Picture) -> bytes:
+    """Return a picture."""
+    png, width, height = encoded
+    image = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
+    return _event(step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))
+
+
+def session_end(step: int) -> bytes:
+    """Return that the run is finished, for the plugin of hyperparameters."""
+    return _event(step, summary=summary.hparams({}, {})[2])  # type: ignore[no-untyped-call]
+
+
+def _event(step: int, **content: Any) -> bytes:
+    """Return an event as a record of its file."""
+    record = io.BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+    return record.getvalue()

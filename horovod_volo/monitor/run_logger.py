@@ -15,7 +15,7 @@ from pathlib import Path
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError, escape_controls
-from horovod_volo.monitor import event_records
+from horovod_volo.monitor import charts
 from horovod_volo.monitor.charts import OTHER_AXES, Board, all_other_axes, description_events
 from horovod_volo.monitor.logger import (
     EVALUATION,
@@ -56,7 +56,7 @@ class RunLogger(Logger):
         self._board = Board(earlier)
         self._metrics = AppendedFile(folder / METRICS)
         self._log = AppendedFile(folder / "log.txt")
-        self._events = AppendedFile(_event_file(folder), event_records.file_start(length.first_step + 1))
+        self._events = AppendedFile(_event_file(folder), charts.file_start(length.first_step + 1))
         self._other_axes = AppendedFile(_event_file(folder / OTHER_AXES), all_other_axes(earlier))
         self._files = (self._metrics, self._log, self._events, self._other_axes)
         self._failed = False  # whether the last write did
@@ -96,24 +96,24 @@ class RunLogger(Logger):
         self._append(self._other_axes, self._board.other_axes(values))
 
     def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
-        self._append(self._events, event_records.scalars(step, values))
+        self._append(self._events, charts.scalars(step, values))
 
     def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, Picture]]) -> None:
         for name, picture in draw().items():
-            self._append(self._events, event_records.picture(step, f"{group}/{name}", picture))
+            self._append(self._events, charts.picture(step, f"{group}/{name}", picture))
 
     def describe(self, step: int, describe: Callable[[], RunDescription]) -> None:
         self._append(self._events, description_events(step, describe()))
 
     def finish(self, step: int) -> None:
-        self._append(self._events, event_records.session_end(step))
+        self._append(self._events, charts.session_end(step))
 
     def go_back(self, step: int) -> None:
         self._append(self._metrics, b"")
         drop_records_after(self._metrics.path, step)
         earlier = read_metrics(self._metrics.path)
         self._board = Board(earlier)
-        self._append(self._events, event_records.session_start(step + 1))
+        self._append(self._events, charts.session_start(step + 1))
         if self._other_axes.path.exists():
             self._append(self._other_axes, all_other_axes(earlier))
 
@@ -149,5 +149,4 @@ class RunLogger(Logger):
 
 
 def _event_file(folder: Path) -> Path:
-    """Return the path of a new file of events."""
     return folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"

@@ -62,13 +62,14 @@ def map_targets(
     follow.
     """
     height, width = scores.shape[2:]
-    cells = _Cells(_by_cell(scores).float(), _by_cell(ids).long().bitwise_left_shift_(32))
+    # A row for each cell, to gather from. An id is in the upper half of its key, the lower is for a logit.
+    cells = _by_cell(scores).float(), _by_cell(ids).long().bitwise_left_shift_(32)
     targets = []
     for side in sides:
         rows, columns = _axis_weights(boxes, height, width, side, geometry, reach)
         # Nested, so that each intermediate result is freed once the next step has read it.
         parts = [
-            _softmax(*_merged(*_entries(cells, *_near(images, height, width, rows, columns))), num_classes)
+            _softmax(*_merged(*_entries(*cells, *_near(images, height, width, rows, columns))), num_classes)
             for images in _blocks(rows, columns, scores.shape[1])
         ]
         targets.append(joined(parts))
@@ -147,13 +148,6 @@ def roi_weights(
     return RoiWeights(cells.long(), tent.sum(dim=2).div_(samples))
 
 
-class _Cells(NamedTuple):
-    """Label maps with one row per cell, for gathering."""
-
-    scores: Tensor  # (batch x height x width, k) fp32
-    keys: Tensor  # same shape, int64: the id in the upper 32 bits, the lower ones free for a logit
-
-
 def _by_cell(maps: Tensor) -> Tensor:
     """Return (batch, k, height, width) as contiguous (batch x height x width, k)."""
     return maps.permute(0, 2, 3, 1).contiguous().flatten(0, 2)
@@ -178,12 +172,12 @@ def _near(
     return near.flatten(0, 2).flatten(1), weights.flatten(0, 2).flatten(1)
 
 
-def _entries(cells: _Cells, near: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _entries(cells: Tensor, keys: Tensor, near: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return each target's ids, ascending, and their weighted logits: both (targets, entries)."""
     targets, near = len(near), near.flatten()
-    logits = cells.scores.index_select(0, near).mul_(weights.view(-1, 1))
+    logits = cells.index_select(0, near).mul_(weights.view(-1, 1))
     # One sort of integers brings equal ids together, each with its logit in the lower bits.
-    keys = cells.keys.index_select(0, near).add_(logits.view(torch.uint32).long())
+    keys = keys.index_select(0, near).add_(logits.view(torch.uint32).long())
     keys = _rows_sorted(keys.view(targets, -1))
     logits = keys.int().view(torch.float32)
     return keys.bitwise_right_shift_(32).int(), logits

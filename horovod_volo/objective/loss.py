@@ -35,8 +35,6 @@ class LossParts(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The targets of the two heads."""
-
     classes: SoftTarget  # batch rows, not yet mixed
     tokens: SoftTarget | None = None  # batch x tokens rows, row-major; None: there is no loss of tokens
 
@@ -69,7 +67,6 @@ class SoftTargetLoss:
     row_loss: RowLoss
 
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, mix: Mix) -> LossParts:
-        """Return the loss of one micro-batch."""
         classes, tokens = self.targets(labels)
         mixed = blend(classes, classes.reversed_batch(), mix.lam)
         class_loss = self.row_loss(class_logits, mixed).mean()
@@ -86,12 +83,10 @@ def soft_target_loss(
     """Build a loss with soft targets of the class and, with token labels, of the tokens."""
     # Without a loss of tokens the model has no auxiliary head.
     side = tokens_per_side if settings.token_label and settings.dense_weight else 0
-    targets: Callable[[Labels], Targets]
+    targets: Callable[[Labels], Targets] = partial(_class_targets, num_classes, side, settings.smoothing)
     if settings.token_label and settings.token_label_data:
         geometry, truth = settings.label_geometry, settings.ground_truth
-        targets = LabelMapTargets(num_classes, side, settings.smoothing, geometry, ground_truth=truth)
-    else:
-        targets = partial(_class_targets, num_classes, side, settings.smoothing)
+        targets = partial(label_map_targets, num_classes, side, settings.smoothing, geometry, truth)
     return SoftTargetLoss(targets, settings.cls_weight, settings.dense_weight, row_loss)
 
 
@@ -107,38 +102,37 @@ def _class_targets(num_classes: int, tokens_per_side: int, smoothing: float, lab
     return targets._replace(tokens=one_hot(token_classes, num_classes, smoothing))
 
 
-@dataclass(frozen=True)
-class LabelMapTargets:
-    """Targets from label maps: the mean over the crop for the image, over a token's area for the token."""
+def label_map_targets(
+    num_classes: int,
+    tokens_per_side: int,
+    smoothing: float,
+    geometry: Geometry,
+    ground_truth: bool,
+    labels: Labels,
+) -> Targets:
+    """Return smoothed means of label maps: over the crop for the image, over a token's area for the token.
 
-    num_classes: int
-    tokens_per_side: int  # 0: there is no loss of tokens
-    smoothing: float
-    geometry: Geometry
-    ground_truth: bool = False  # whether to blend the true class into the target of the image
-
-    def __call__(self, labels: Labels) -> Targets:
-        """Return the smoothed targets of the label maps."""
-        maps = labels.maps
-        if maps is None:
-            raise ValueError("the loss was built for label maps, but the batch has none")
-        targets = map_targets(
-            maps.scores,
-            maps.ids,
-            maps.boxes,
-            sides=(1, self.tokens_per_side) if self.tokens_per_side else (1,),
-            num_classes=self.num_classes,
-            geometry=self.geometry,
-            reach=maps.reach,
-        )
-        classes, *tokens = (smoothed(target, self.num_classes, self.smoothing) for target in targets)
-        if self.ground_truth:
-            truth = one_hot(labels.classes, self.num_classes, self.smoothing)
-            # As published: the map has weight 0.5 where it agrees with the true class and 0.9 where it does
-            # not, although one would expect the reverse.
-            agrees = most_probable(classes) == labels.classes  # (batch,)
-            classes = blend(classes, truth, 0.9 - 0.4 * agrees)  # weights (batch,) fp32
-        return Targets(classes, *tokens)
+    Without `tokens_per_side` there are none of tokens; `ground_truth` blends in the class of the image.
+    """
+    maps = labels.maps
+    assert maps is not None
+    targets = map_targets(
+        maps.scores,
+        maps.ids,
+        maps.boxes,
+        sides=(1, tokens_per_side) if tokens_per_side else (1,),
+        num_classes=num_classes,
+        geometry=geometry,
+        reach=maps.reach,
+    )
+    classes, *tokens = (smoothed(target, num_classes, smoothing) for target in targets)
+    if ground_truth:
+        truth = one_hot(labels.classes, num_classes, smoothing)
+        # As published: the map has weight 0.5 where it agrees with the true class and 0.9 where it does not,
+        # although one would expect the reverse.
+        agrees = most_probable(classes) == labels.classes  # (batch,)
+        classes = blend(classes, truth, 0.9 - 0.4 * agrees)  # weights (batch,) fp32
+    return Targets(classes, *tokens)
 
 
 def check_threshold(settings: Objective, num_classes: int) -> None:

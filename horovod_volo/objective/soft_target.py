@@ -14,7 +14,7 @@ blocks that fit the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,30 +83,9 @@ def blend(first: SoftTarget, second: SoftTarget, weight: float | Tensor) -> Soft
 def cross_entropy(logits: Tensor, target: SoftTarget, *, overwrite: bool = False) -> Tensor:
     """Return -sum over c of t_c log softmax(logits)_c for each row, (rows,) fp32, whatever the logits' dtype.
 
-    Only the logits get a gradient, in their dtype. For `overwrite` see `sparse_loss`.
-    """
-    functions: Functions = kernel_of("loss", logits) or (_loss, _write_gradient)
-    return sparse_loss(logits, target, functions, overwrite=overwrite, in_place=InPlaceSparseSoftTargetCE)
-
-
-# (logits, uniform, ids, weights) -> the loss of each row, and what the gradient needs of each row; and
-# (gradient to write, perhaps over the logits, logits, what it needs, grad_loss, uniform, ids, weights)
-Functions = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., None]]
-
-
-def sparse_loss(
-    logits: Tensor,
-    target: SoftTarget,
-    functions: Functions,
-    *,
-    overwrite: bool,
-    in_place: type[Function] | None = None,
-) -> Tensor:
-    """Return the loss of each row by these functions, or by `in_place` to overwrite fp32 logits on a CPU.
-
-    With `overwrite`, the gradient overwrites the logits, which must not be read afterwards. A leaf, a view of
-    a leaf and logits that need no gradient are not overwritten. If another operation's backward needs the
-    logits, or if backward runs twice, autograd raises an error.
+    Only the logits get a gradient, in their dtype. With `overwrite`, it overwrites the logits, which must not
+    be read afterwards. A leaf, a view of a leaf and logits that need no gradient are not overwritten. If
+    another operation's backward needs the logits, or if backward runs twice, autograd raises an error.
     """
     if logits.shape[0] != target.uniform.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits, but {target.uniform.shape[0]} rows of targets")
@@ -115,41 +94,36 @@ def sparse_loss(
     overwrite = overwrite and needs_gradient and not owner.is_leaf and logits.is_contiguous()
     sparse = (target.uniform, target.ids, target.weights)
     loss: Tensor
-    if overwrite and in_place and logits.device.type == "cpu" and logits.dtype == torch.float32:
-        loss = in_place.apply(logits, *sparse)  # type: ignore[no-untyped-call]
+    if overwrite and logits.device.type == "cpu" and logits.dtype == torch.float32:
+        loss = InPlaceSparseSoftTargetCE.apply(logits, *sparse)  # type: ignore[no-untyped-call]
     else:
-        loss = SparseLoss.apply(logits, *sparse, functions, overwrite)  # type: ignore[no-untyped-call]
+        loss = SparseSoftTargetCE.apply(logits, *sparse, overwrite)  # type: ignore[no-untyped-call]
     return loss
 
 
-class SparseLoss(Function):
+class SparseSoftTargetCE(Function):
     """The loss per row; with `overwrite`, backward writes the gradient into the logits."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        uniform: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        functions: Functions,
-        overwrite: bool,
+        ctx: Any, logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor, overwrite: bool
     ) -> Tensor:
         # The detached tensor shares the version counter, so autograd detects later changes of the logits.
         numbers = logits.detach().contiguous()
-        compute, ctx.write_gradient = functions
-        loss, needed = compute(numbers, uniform, ids, weights)
+        compute, ctx.write_gradient = kernel_of("loss", logits) or (_loss, _write_gradient)
+        loss: Tensor
+        loss, lse = compute(numbers, uniform, ids, weights)
         ctx.overwrite = overwrite
-        ctx.save_for_backward(numbers, needed, uniform, ids, weights)
+        ctx.save_for_backward(numbers, lse, uniform, ids, weights)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        numbers, needed, *target = ctx.saved_tensors
+        numbers, lse, *target = ctx.saved_tensors
         grad = numbers if ctx.overwrite else torch.empty_like(numbers)
-        ctx.write_gradient(grad, numbers, needed, grad_loss, *target)
-        return grad, None, None, None, None, None
+        ctx.write_gradient(grad, numbers, lse, grad_loss, *target)
+        return grad, None, None, None, None
 
 
 class InPlaceSparseSoftTargetCE(Function):
@@ -164,7 +138,7 @@ class InPlaceSparseSoftTargetCE(Function):
         numbers = logits.detach()
         mass = _mass(numbers.shape[1], uniform, weights)
         loss = torch.empty_like(uniform)
-        for rows in blocks(numbers):
+        for rows in _blocks(numbers):
             block = numbers[rows]
             weighted = (weights[rows] * block.gather(1, ids[rows])).sum(dim=1)
             unweighted = uniform[rows] * block.sum(dim=1)
@@ -181,7 +155,7 @@ class InPlaceSparseSoftTargetCE(Function):
         grad, mass, uniform, ids, weights = ctx.saved_tensors
         mass, shift = (mass * grad_loss).unsqueeze(1), (uniform * grad_loss).unsqueeze(1)
         subtracted = weights * -grad_loss.unsqueeze(1)
-        for rows in blocks(grad):
+        for rows in _blocks(grad):
             grad[rows].mul_(mass[rows]).sub_(shift[rows]).scatter_add_(1, ids[rows], subtracted[rows])
         return grad, None, None, None
 
@@ -189,7 +163,7 @@ class InPlaceSparseSoftTargetCE(Function):
 def _loss(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's loss and log sum exp."""
     # The casts are explicit: the result must not depend on an autocast region around the call.
-    lse = torch.cat([logits[rows].float().logsumexp(dim=1) for rows in blocks(logits)])  # (rows,)
+    lse = torch.cat([logits[rows].float().logsumexp(dim=1) for rows in _blocks(logits)])  # (rows,)
     weighted = (weights * logits.gather(1, ids).float()).sum(dim=1)
     sums = logits.sum(dim=1, dtype=torch.float32)
     return _mass(logits.shape[1], uniform, weights) * lse - uniform * sums - weighted, lse
@@ -206,7 +180,7 @@ def _write_gradient(
 ) -> None:
     """Write the gradient into `grad`, which may be the logits."""
     mass = _mass(logits.shape[1], uniform, weights)
-    for rows in blocks(logits):
+    for rows in _blocks(logits):
         # Subtracting the fp32 lse promotes half-precision logits.
         block = (logits[rows] - lse[rows].unsqueeze(1)).exp_()  # (rows of the block, classes) fp32
         block.mul_(mass[rows].unsqueeze(1)).sub_(uniform[rows].unsqueeze(1))
@@ -218,7 +192,7 @@ def _mass(num_classes: int, uniform: Tensor, weights: Tensor) -> Tensor:
     return uniform * num_classes + weights.sum(dim=1)
 
 
-def blocks(logits: Tensor) -> Iterator[slice]:
+def _blocks(logits: Tensor) -> Iterator[slice]:
     """Yield slices of rows, each of about _BLOCK numbers."""
     rows, classes = logits.shape
     length = max(1, _BLOCK // classes)

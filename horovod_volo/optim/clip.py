@@ -36,7 +36,8 @@ def build_clip(
     if not bound:
         return lambda: None
     if mode == "norm":
-        return partial(_over_bound, flat_gradients, bound, global_grad_norm)
+        # max(1, norm / bound)
+        return lambda: ((gradient_norm(flat_gradients, global_grad_norm) + 1e-6) / bound).clamp(min=1.0)
     if mode == "value":
         return partial(nn.utils.clip_grad_value_, list(parameters.values()), bound)  # returns None
     prefixes = tuple(f"{head}." for head in heads)
@@ -59,12 +60,6 @@ def divide(optimizer: Optimizer, divisor: Tensor | None) -> None:
 def gradient_norm(flats: list[Tensor], global_grad_norm: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the norm of the gradients of all ranks. Collective: every rank calls this."""
     return global_grad_norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(flats))))
-
-
-@torch.no_grad()
-def _over_bound(flats: list[Tensor], bound: float, global_grad_norm: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return max(1, global norm / bound)."""
-    return ((gradient_norm(flats, global_grad_norm) + 1e-6) / bound).clamp(min=1.0)
 
 
 @torch.no_grad()

@@ -13,11 +13,6 @@ import torch
 from torch import Tensor, nn
 
 
-def decay_at(step: int, decay: float, *, warmup: bool) -> float:
-    """Return the decay of a step; with warm-up it starts small, so that the initial weights fade soon."""
-    return min(decay, (1 + step) / (10 + step)) if warmup else decay
-
-
 class Average:
     """The averaged weights (EMA) of a run; this class itself is that of a run without any."""
 
@@ -59,7 +54,8 @@ class Ema(Average):
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        decay = decay_at(step, self._decay, warmup=self._warmup)
+        # With warm-up the decay starts small, so that the initial weights fade soon.
+        decay = min(self._decay, (1 + step) / (10 + step)) if self._warmup else self._decay
         torch._foreach_lerp_(self._averages, self._sources, 1.0 - decay)
         for average, source in self._counts:
             average.copy_(source)

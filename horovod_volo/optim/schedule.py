@@ -23,13 +23,11 @@ register_schedule("constant", lambda passed: 1.0)  # noqa: ARG005
 
 
 def _step(settings: Update) -> Decay:
-    """Return a decay by a factor at each milestone."""
     points, factor = milestones(settings), settings.decay_rate
     return lambda passed: factor ** sum(passed >= point for point in points)
 
 
 def _poly(settings: Update) -> Decay:
-    """Return a polynomial decay."""
     return lambda passed: (1 - passed) ** settings.poly_power
 
 

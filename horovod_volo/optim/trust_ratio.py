@@ -33,7 +33,6 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Take one step."""
         for group in self.param_groups:
             weights, decay = group["params"], group["weight_decay"]
             updates = self._updates(group)
@@ -78,7 +77,6 @@ class Lars(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Take one step."""
         for group in self.param_groups:
             weights, decay = group["params"], group["weight_decay"]
             gradients = [weight.grad for weight in weights]

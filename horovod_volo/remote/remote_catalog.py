@@ -53,7 +53,6 @@ class RemoteCatalog(Catalog):
             self._announced.append({index: self._pool.submit(read, index) for index in indices.tolist()})
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown(cancel_futures=True)
         super().close()
 

@@ -79,8 +79,6 @@ def log_axis(values: Sequence[float], ticks: int) -> Axis:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a chart."""
-
     label: str
     points: Sequence[Point]
     color: int = 0

@@ -68,7 +68,6 @@ def _figures(run: RunFolder) -> dict[str, str]:
 
 
 def _epochs(run: RunFolder) -> int:
-    """Return the epochs of the whole run."""
     parts = ["epochs", "cooldown_epochs"]
     if run.settings.get("update.warmup_prefix"):
         parts.append("warmup_epochs")

@@ -31,8 +31,6 @@ GEOMETRY_FILE = "map_geometry.txt"
 
 
 class PublishedMaps:
-    """A folder of published label maps for the images of a catalog."""
-
     teacher, generated = UNKNOWN_TEACHER, False
 
     def __init__(self, root: str | Path, catalog: NamedImages, cache: Path | None = None) -> None:  # noqa: ARG002
@@ -47,7 +45,6 @@ class PublishedMaps:
         self.recorded_geometry = None if self.geometry_assumed else self.geometry
 
     def read(self, index: int) -> tuple[Scores, Ids]:
-        """Return the logits and class numbers of an image, (k, height, width) each."""
         return read_published_map(self._path(index), len(self._catalog.classes), self.map_shape)
 
     def close(self) -> None:

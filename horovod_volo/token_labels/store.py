@@ -43,8 +43,6 @@ Maps = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # logits and class 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of a store."""
-
     file: str
     first: int  # number of its first row in the store
     rows: int
@@ -190,7 +188,6 @@ class LabelStore:
         self._open_lock = Lock()
 
     def read(self, index: int) -> Maps:
-        """Return the logits and class numbers of an image, (k, height, width) each."""
         row = index if self._rows is None else int(self._rows[index])
         number, row_in_shard = divmod(row, self._shard_rows)
         maps = self._open_shards.get(number)
@@ -206,7 +203,6 @@ class LabelStore:
         return scores, ids
 
     def close(self) -> None:
-        """Unmap the files; maps that were read stay valid."""
         self._open_shards = {}
 
     def _open_shard(self, number: int, index: int) -> Maps:

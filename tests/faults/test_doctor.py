@@ -26,18 +26,14 @@ WITHOUT_PYTORCH = "rank 1: horovod: Horovod 0.28.1 was built without PyTorch. Bu
 
 @dataclass(frozen=True)
 class DoctorRun:
-    """Exit status, output and JSON report of one run of the doctor."""
-
     status: int
     output: str  # standard output and standard error of all ranks
     record: dict[str, Any]
 
     def of(self, subject: str) -> list[dict[str, Any]]:
-        """Return the findings on a subject."""
         return [finding for finding in self.record["findings"] if finding["subject"] == subject]
 
     def failures(self) -> set[str]:
-        """Return the subjects of failures."""
         return {finding["subject"] for finding in self.record["findings"] if finding["level"] == "failure"}
 
     def only(self, subject: str, level: str) -> dict[str, Any]:

@@ -31,7 +31,6 @@ ON_GPU = pytest.param(
 
 @pytest.fixture(params=["cpu", ON_GPU])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return each device of this machine."""
     return torch.device(request.param)
 
 
@@ -71,7 +70,6 @@ def open_context(
 
 
 def losses(context: TrainContext, steps: int) -> list[float]:
-    """Train and return each step's loss."""
     batches = context.learner.train_loader.batches(0, 0)
     found = []
     for _ in range(steps):

@@ -80,7 +80,6 @@ def whole_graph(function: Any, **_: Any) -> Any:
 
 
 def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool, ranks: int) -> None:
-    """Build a run and take one step."""
     precision = {"precision": "bf16", "clip_grad": 1.0, "ema_decay": 0.99}
     config = bench_config(**(precision | settings | {"batch_size": BATCH, "img_size": SIDE}))
     with (

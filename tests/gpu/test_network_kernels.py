@@ -54,7 +54,6 @@ def _bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outlook_case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return values, attention logits and the gradient of the output."""
     batch, height, width, heads, depth = shape
     draw = torch.Generator().manual_seed(1)
     values = torch.randn(batch, height, width, heads * depth, generator=draw)
@@ -64,7 +63,6 @@ def outlook_case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 def by_kernels(values: Tensor, scores: Tensor, grad_output: Tensor, heads: int) -> list[Tensor]:
-    """Return the output and both gradients."""
     inputs = [tensor.detach().requires_grad_() for tensor in (values, scores)]
     mixed, _ = fused_outlook(*inputs, heads, SCALE)
     return [mixed.detach(), *torch.autograd.grad(mixed, inputs, grad_output)]

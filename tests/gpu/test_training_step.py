@@ -152,7 +152,6 @@ STEPS = 3
 
 
 def storages(context: TrainContext) -> set[int]:
-    """Return the storages of the parameters' gradients."""
     gradients = [parameter.grad for parameter in context.state.model.parameters()]
     return {gradient.untyped_storage().data_ptr() for gradient in gradients if gradient is not None}
 

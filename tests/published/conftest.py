@@ -12,7 +12,6 @@ _DIFFERENCES: list[str] = []
 
 @pytest.fixture(scope="session")
 def published() -> PublishedCode:
-    """Return the published modules."""
     return load(named_folder())
 
 

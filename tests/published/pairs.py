@@ -89,7 +89,6 @@ def published_target_of(
 
 
 def dense(target: SoftTarget, num_classes: int = CLASSES) -> Tensor:
-    """Return a soft target in dense form, (rows, classes)."""
     rows = target.uniform.unsqueeze(1).repeat(1, num_classes)
     return rows.scatter_add(1, target.ids, target.weights)
 
@@ -156,7 +155,6 @@ class Pair:
 
     @property
     def objective(self) -> Objective:
-        """Return our settings for the published command."""
         return Objective(
             token_label=True,
             token_label_data="maps",
@@ -166,12 +164,10 @@ class Pair:
         )
 
     def our_loss(self, images: Tensor, labels: Labels, box: Box) -> Tensor:
-        """Return our loss of a batch."""
         logits = self.ours.train().training_logits(images, box.swap_tokens, 0)
         return build_loss(self.objective, CLASSES, box.grid)(*logits, labels, box).total
 
     def published_loss(self, published: PublishedCode, images: Tensor, target: Tensor, box: Box) -> Tensor:
-        """Return the published loss of a batch."""
         if self.is_lvvit:
             criterion = published.lvvit_losses.TokenLabelCrossEntropy(dense_weight=1.0)
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
-from horovod_volo.objective.loss import LabelMapTargets, Targets, build_loss
+from horovod_volo.objective.loss import Targets, build_loss, label_map_targets
 from horovod_volo.objective.mixing import NO_BOX, Box
 from tests.published.checkouts import PublishedCode
 from tests.published.conftest import compare
@@ -55,7 +55,7 @@ def assert_equal_targets(
     are up to 5e-5, so it is computed in double precision.
     """
     target = published_target_of(published, theirs or labels, side, precision=torch.float64)
-    ours = LabelMapTargets(CLASSES, side, 0.1, geometry)(labels)
+    ours = label_map_targets(CLASSES, side, 0.1, geometry, False, labels)
     compare(f"{what}, image", dense(ours.classes), target[:, :, 1], 1e-5)
     compare(f"{what}, tokens", dense(ours.tokens), target[:, :, 2:].transpose(1, 2).flatten(0, 1), 1e-5)
     return ours
@@ -83,7 +83,7 @@ def test_the_corrected_geometry(published: PublishedCode, cells: int, side: int)
     swapped = replace(labels, maps=replace(labels.maps, boxes=boxes))  # left, top, width, height
     what = f"corrected targets of {cells} x {cells} cells, {side} x {side}"
     ours = assert_equal_targets(published, what, labels, side, "corrected", theirs=swapped)
-    reference = LabelMapTargets(CLASSES, side, 0.1, "reference")(labels)
+    reference = label_map_targets(CLASSES, side, 0.1, "reference", False, labels)
     assert (dense(ours.tokens) - dense(reference.tokens)).abs().max() > 0.1
 
 
@@ -129,7 +129,6 @@ def assert_equal(
     loss: Any,
     target: Tensor,
 ) -> None:
-    """Compare a loss and its gradients with the published ones."""
     batch = len(labels.classes)
     own, other = random_logits(batch, side), random_logits(batch, side)
     ours = build_loss(settings, CLASSES, side)(*own, labels, box).total

@@ -92,7 +92,6 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(scenes: Path, tmp_path: Path) -> Path:
-    """Return a copy of the scenes, which a test changes."""
     return shutil.copytree(scenes, tmp_path / "scenes")
 
 
@@ -194,7 +193,6 @@ def test_two_ranks_evaluate_as_one(scenes, whole, tmp_path, task):
 
 
 def miou_of_files(scenes: Path, predictions: Path) -> float:
-    """Return the mean IoU of the predicted masks in a folder."""
     confusion = torch.zeros(CLASSES, CLASSES, dtype=torch.int64)
     for mask in sorted((scenes / "masks" / "val").glob("*.png")):
         with Image.open(mask) as true, Image.open(predictions / mask.name) as predicted:
@@ -205,7 +203,6 @@ def miou_of_files(scenes: Path, predictions: Path) -> float:
 
 
 def ap_of_file(scenes: Path, predictions: Path) -> float:
-    """Return the average precision of the predicted boxes in COCO's format."""
     images = list_boxes(scenes, "val")
     results = json.loads((predictions / "detections_val.json").read_text())
     boxes = np.array([record["bbox"] for record in results])

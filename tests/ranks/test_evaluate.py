@@ -30,8 +30,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImagePrediction(NamedTuple):
-    """The result of the simple loop for one image."""
-
     name: str
     truth: int
     best: list[int]  # five classes

@@ -110,7 +110,6 @@ CLASS_NAMES = {task: [f"class of {number}" for number in range(count)] for task,
 
 @pytest.fixture(scope="module", params=["segmentation", "detection"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that was never trained."""
     folder = tmp_path_factory.mktemp("runs") / request.param
     config = parse(["--recipe", f"{request.param}_demo", "--img-size", "64"]).config
     torch.manual_seed(0)
@@ -124,7 +123,6 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def exported(trained: Path) -> Path:
-    """Return the folder of its export, with ONNX."""
     folder = trained.with_name(f"{trained.name}_export")
     assert export.main([str(trained), str(folder), "--onnx"]) == 0
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.onnx", "model.pth"]

@@ -49,7 +49,6 @@ def write_images(folder: Path, images: dict[str, Image.Image], **options: Any) -
 def only_batch(
     catalog: Catalog, labels: LabelSource | None, settings: Data, *, side: int, seed: int, epoch: int = 0
 ) -> TrainBatch:
-    """Return the batch of an epoch with a single batch."""
     with closing(train_loader(catalog, settings, labels, image_size=side, seed=seed)) as loader:
         (batch,) = loader.batches(epoch, 0)
     return batch
@@ -75,12 +74,10 @@ _COMMON: dict[str, Any] = {
 def train_loader(
     images: Catalog, settings: Data, labels: LabelSource | None = None, **changes: Any
 ) -> TrainLoader:
-    """Return a loader of training batches."""
     return TrainLoader(images, labels, settings, **_COMMON | {"seed": 5, "accumulation": 1} | changes)
 
 
 def eval_loader(images: Catalog, settings: Data, **changes: Any) -> EvalLoader:
-    """Return a loader of evaluation batches."""
     return EvalLoader(images, settings, **_COMMON | {"crop_pct": 1.0} | changes)
 
 

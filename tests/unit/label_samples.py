@@ -46,7 +46,6 @@ def published_map(
 
 
 def save(content: object, file: Path) -> None:
-    """Save an object with torch; create the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, file)
 
@@ -71,7 +70,6 @@ def make_store(
     teacher: str = "a test",
     **options: bool,
 ) -> StoreMetadata:
-    """Write a store with these maps."""
     writer = open_writer(
         folder,
         keys,

@@ -49,7 +49,6 @@ class ParsedPage(html.parser.HTMLParser):
             self.tables[self._caption][-1][-1] += data
 
     def texts(self, tag: str) -> list[str]:
-        """Return the texts directly inside elements of a kind."""
         return [text for name, text in self.words if name == tag]
 
     @property

@@ -15,7 +15,6 @@ from horovod_volo.objective.soft_target import SoftTarget
 
 
 def dense(target: SoftTarget, num_classes: int) -> Tensor:
-    """Return a soft target in dense form, (rows, classes)."""
     everywhere = target.uniform.double().unsqueeze(1).repeat(1, num_classes)
     return everywhere.scatter_add(1, target.ids, target.weights.double())
 
@@ -70,7 +69,6 @@ def roi_align(
 def image_target(
     scores: Tensor, ids: Tensor, box: Tensor, side: int, num_classes: int, geometry: str
 ) -> Tensor:
-    """Return the target of one image after the softmax, (side x side, classes)."""
     cells = dense_map(scores, ids, num_classes)
     height, width = cells.shape[1:]
     top, left, tall, wide = box.double().tolist()
@@ -92,7 +90,6 @@ def image_target(
 def batch_target(
     scores: Tensor, ids: Tensor, boxes: Tensor, side: int, num_classes: int, geometry: str
 ) -> Tensor:
-    """Return the targets of a batch, (batch, side x side, classes)."""
     images = zip(scores, ids, boxes, strict=True)
     return torch.stack([image_target(*image, side, num_classes, geometry) for image in images])
 
@@ -104,7 +101,6 @@ def smooth(target: Tensor, smoothing: float) -> Tensor:
 
 
 def one_hot(classes: Tensor, num_classes: int) -> Tensor:
-    """Return the one-hot encoding of classes, (rows, classes)."""
     return torch.nn.functional.one_hot(classes, num_classes).double()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import tarfile
 from pathlib import Path
@@ -127,3 +128,9 @@ def recordio_parts(content: bytes) -> list[bytes]:
         RECORDIO_MAGIC + struct.pack("<I", mark << 29 | len(piece)) + piece + bytes(-len(piece) % 4)
         for mark, piece in zip(marks, pieces, strict=True)
     ]
+
+
+def open_files_under(folder: Path) -> int:
+    """Return how many files under a folder this process has open."""
+    opened = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+    return sum(Path(path).is_relative_to(folder) for path in opened)

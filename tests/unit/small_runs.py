@@ -30,7 +30,6 @@ def small_run(folder: Path, *, train: int = 12, **changes: Any) -> Config:
 
 @contextmanager
 def mounted_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a file system of this size."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     folder.mkdir()

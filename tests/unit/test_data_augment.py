@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from box_samples import kolmogorov
 from numpy.typing import NDArray
 from published_augment import NAMES, SPELLING, operations_of, record_draws, timm_augment, timm_erasing
 from torchvision.transforms import RandomResizedCrop
@@ -121,22 +121,12 @@ def test_operations_have_the_frequencies_and_strengths_of_timms() -> None:
         expected = 2 * DRAWS * 0.5 / 15
         assert abs(len(ours) - expected) < 4.5 * np.sqrt(expected)
         assert abs(len(theirs) - expected) < 4.5 * np.sqrt(expected)
-        assert distance(ours, theirs) < 1.95 * np.sqrt(1 / len(ours) + 1 / len(theirs)), name
+        assert kolmogorov(ours, theirs) < 1.95 * np.sqrt(1 / len(ours) + 1 / len(theirs)), name
     moved = np.isin(drawn.kinds, ops.GEOMETRIC)
     assert abs(drawn.bicubic[moved].mean() - 0.5) < 0.05
     assert draw_operations(0, 0, np.arange(200), Data(train_interpolation="bicubic")).bicubic.all()
     together = (drawn.kinds[:, 0] > 0) & (drawn.kinds[:, 1] > 0)
     assert abs(together.mean() - 0.25) < 0.03  # each layer is applied independently
-
-
-def distance(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
-    """Return the largest difference of the two cumulative distributions."""
-    points = np.unique(np.concatenate([ours, theirs]).astype(np.float32))
-    cumulative = [
-        np.searchsorted(np.sort(sample.astype(np.float32)), points + 1e-5) / len(sample)
-        for sample in (ours, theirs)
-    ]
-    return float(np.abs(cumulative[0] - cumulative[1]).max())
 
 
 def test_erased_boxes_are_distributed_as_timms() -> None:
@@ -151,7 +141,7 @@ def test_erased_boxes_are_distributed_as_timms() -> None:
         lambda box: box[:, 2] / box[:, 3],
         lambda box: box[:, 0],
     ):
-        assert distance(of_box(boxes), of_box(theirs)) < SAME_DISTRIBUTION
+        assert kolmogorov(of_box(boxes), of_box(theirs)) < SAME_DISTRIBUTION
     assert (boxes[:, :2] + boxes[:, 2:] <= 64).all()
 
 
@@ -197,7 +187,7 @@ def test_colour_jitter_without_rand_augment() -> None:
     drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="", color_jitter=0.4))
     assert (np.sort(drawn.kinds, axis=1) == [ops.COLOR, ops.CONTRAST, ops.BRIGHTNESS]).all()
     assert len(np.unique(drawn.kinds, axis=0)) == 6
-    assert distance(drawn.arguments.ravel(), np.linspace(0.6, 1.4, DRAWS)) < SAME_DISTRIBUTION
+    assert kolmogorov(drawn.arguments.ravel(), np.linspace(0.6, 1.4, DRAWS)) < SAME_DISTRIBUTION
     assert draw_operations(0, 0, np.arange(3), Data(aa="", color_jitter=0.0)).kinds.shape == (3, 0)
 
 
@@ -208,7 +198,7 @@ def test_spellings() -> None:
     drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="rand-m8-n3-mstd101"))
     degrees = np.abs(drawn.arguments[drawn.kinds == ops.ROTATE])
     assert drawn.kinds.shape[1] == 3
-    assert distance(degrees, np.linspace(0, 24, DRAWS)) < 0.08  # magnitudes are uniform up to 8
+    assert kolmogorov(degrees, np.linspace(0, 24, DRAWS)) < 0.08  # magnitudes are uniform up to 8
 
 
 def test_a_draw_depends_on_its_sample_and_epoch_alone() -> None:
@@ -339,7 +329,7 @@ def test_boxes_are_distributed_as_torchvisions(size, scale):
     }
     critical = 1.95 * np.sqrt(2 / SAMPLES)  # exceeded once in a thousand times by equal distributions
     for name, measure in measures.items():
-        assert distance(measure(crop_flip.boxes), measure(theirs)) < critical, name
+        assert kolmogorov(measure(crop_flip.boxes), measure(theirs)) < critical, name
 
 
 @pytest.mark.parametrize(

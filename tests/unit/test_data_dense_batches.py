@@ -34,7 +34,6 @@ COLORS = torch.tensor([[0, 0, 0], [255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 2
 
 
 def painted_mask(random: np.random.Generator, height: int, width: int) -> NDArray[np.uint8]:
-    """Return a mask of a few large rectangles."""
     mask = np.zeros((height, width), dtype=np.uint8)
     for label in range(1, len(COLORS)):
         top, left = random.integers(0, height - 12), random.integers(0, width - 12)

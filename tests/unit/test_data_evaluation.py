@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.accuracy import ImageScores
-from horovod_volo.evaluation.predictions import PredictRequest, predict
+from horovod_volo.evaluation.predictions import predict
 from horovod_volo.models.pretrained import PretrainedModel
 
 # width, height
@@ -33,7 +34,6 @@ SIZES = [(300, 200), (199, 301), (91, 61), (64, 64), (40, 57), (500, 375), (224,
 
 
 def evaluated(folder, *, batch_size=3, **options):
-    """Return the catalog and all batches of one rank."""
     catalog = build_catalog(str(folder), "val", None)
     with closing(eval_loader(catalog, Data(batch_size=1, eval_batch_size=batch_size), **options)) as loader:
         return catalog, list(loader)
@@ -143,17 +143,17 @@ def test_a_prediction_of_files_is_that_of_an_evaluation(catalog: Catalog, tmp_pa
     statistics = (IMAGENET_MEAN, IMAGENET_STD)
     trained = PretrainedModel(Linear(), "none", SIDE, CLASSES, CROP_PCT, *statistics, "bicubic", [])
     files = [Path(catalog.location(index)) for index in range(len(catalog))]
-    request = PredictRequest(CLASSES, 0.0, batch_size=2, precision="fp32")
+    how: dict[str, Any] = {"top": CLASSES, "crop_pct": 0.0, "batch_size": 2, "precision": "fp32"}
     line, bad = tmp_path / "line.png", list[str]()
     Image.new("L", (65_500, 1)).save(line)
-    found = dict(predict(trained, [*files, line], request, bad))
+    found = dict(predict(trained, [*files, line], bad, **how))
     assert [message.partition(" when it is resized")[0] for message in bad] == [
         f"{line} has more than 100 million pixels"
     ]
     assert list(found) == list(range(len(files)))
-    assert dict(predict(trained, [bytearray(files[0].read_bytes())], request, bad))[0] == found[0]
+    assert dict(predict(trained, [bytearray(files[0].read_bytes())], bad, **how))[0] == found[0]
     with pytest.raises(UserError, match=r"image 0 is an array of shape \(9,\) .* Give \(height, width, 3\)"):
-        list(predict(trained, [np.zeros(9, np.uint8)], request, bad))
+        list(predict(trained, [np.zeros(9, np.uint8)], bad, **how))
     for number, file in enumerate(files):
         wanted, shares = probabilities_by_hand(str(file)), dict(found[number])
         assert [shares[f"class {number}"] for number in range(CLASSES)] == pytest.approx(wanted, abs=1e-4)

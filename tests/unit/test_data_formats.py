@@ -3,10 +3,9 @@
 import os
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from shard_writers import picture, write_tar, write_tar_index
+from shard_writers import open_files_under, picture, write_tar, write_tar_index
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import build_catalog
@@ -18,14 +17,7 @@ def train(folder, cached=None):
     return build_catalog(str(folder), "train", cached)
 
 
-def open_files_under(folder):
-    """Return how many files under a folder this process has open."""
-    opened = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
-    return sum(Path(path).is_relative_to(folder) for path in opened)
-
-
 def listed(catalog):
-    """Return name, class and bytes of every image."""
     return [
         (catalog.name(index), catalog.classes[catalog.targets[index]], catalog.read(index).tobytes())
         for index in range(len(catalog))
@@ -33,7 +25,6 @@ def listed(catalog):
 
 
 def pictures(*kinds):
-    """Return different images of these kinds."""
     return [picture(number, kind) for number, kind in enumerate(kinds)]
 
 

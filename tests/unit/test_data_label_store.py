@@ -3,16 +3,16 @@
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 from label_samples import catalog_of, make_store, packed_catalog_of, publish, random_store
+from shard_writers import open_files_under
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.published_maps import PublishedMaps
-from horovod_volo.token_labels.source import open_labels
+from horovod_volo.token_labels.source import map_warnings, open_labels
 from horovod_volo.token_labels.store import LabelStore
 
 NAMES = ("a/1.jpg", "a/2.x.jpg", "b/1.jpg", "b/3.png", "c/1.jpg", "c/2.jpg", "c/4.jpg")
@@ -88,7 +88,8 @@ def test_rows_of_a_folder_are_not_taken_for_those_of_shards(tmp_path):
 @pytest.mark.parametrize("digest", ["same", "other"])
 def test_stores_of_earlier_versions_are_read_where_keys_are_unique(tmp_path, digest):
     catalog = catalog_of(tmp_path, *NAMES)
-    scores, _ = random_store(tmp_path / "s", catalog, digest=catalog.digest if digest == "same" else "")
+    digest = catalog.digest if digest == "same" else ""
+    scores, _ = random_store(tmp_path / "s", catalog, digest=digest, teacher="a teacher")
     description = tmp_path / "s" / "store.json"
     metadata = json.loads(description.read_text())
     for field in ("generated", "checksum"):  # which earlier versions did not write
@@ -96,6 +97,8 @@ def test_stores_of_earlier_versions_are_read_where_keys_are_unique(tmp_path, dig
     description.write_text(json.dumps(metadata))
     store = LabelStore(tmp_path / "s", catalog, None)
     assert not store.generated
+    (warning,) = map_warnings("s", store)
+    assert "generate them again with their teacher, a teacher" in warning
     assert all((store.read(index)[0] == scores[index]).all() for index in range(len(catalog)))
     with_another = catalog_of(tmp_path, "b/3.jpg")
     with pytest.raises(
@@ -241,12 +244,6 @@ def test_a_changed_description_of_a_store_is_refused(tmp_path):
             LabelStore(tmp_path / "s", catalog, None)
 
 
-def descriptors_of(folder: Path) -> list[str]:
-    """Return the files of a folder that this process has open."""
-    descriptors = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    return [name for name in (str(entry.readlink()) for entry in descriptors) if name.startswith(str(folder))]
-
-
 def test_threads_read_the_same_and_no_descriptor_stays_open(tmp_path):
     catalog = catalog_of(tmp_path, *(f"a/{number}.jpg" for number in range(60)))
     scores, _ = random_store(tmp_path / "s", catalog, shard_rows=1)
@@ -255,7 +252,7 @@ def test_threads_read_the_same_and_no_descriptor_stays_open(tmp_path):
         indices = np.random.default_rng(0).integers(0, 60, 2000).tolist()
         read = list(threads.map(store.read, indices))
     assert all((found[0] == scores[index]).all() for index, found in zip(indices, read, strict=True))
-    assert descriptors_of(tmp_path) == []
+    assert open_files_under(tmp_path) == 0
 
 
 def test_other_folders_are_recognised_or_refused(tmp_path):

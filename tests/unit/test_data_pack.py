@@ -33,7 +33,6 @@ def write_images(folder, count):
 
 
 def content(folder, split):
-    """Return class and bytes of every image by name."""
     catalog = build_catalog(str(folder), split, None)
     return {
         catalog.name(index): (catalog.classes[catalog.targets[index]], catalog.read(index).tobytes())

@@ -76,7 +76,6 @@ def test_an_exception_in_a_check_is_a_failure() -> None:
 
 
 def finding_of(found: Finding | Iterable[Finding]) -> Finding:
-    """Return the only finding of a check."""
     (one,) = [found] if isinstance(found, Finding) else found
     return one
 

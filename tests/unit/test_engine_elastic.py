@@ -32,7 +32,6 @@ from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run import Start
 from horovod_volo.engine.run import run as engine_run
-from horovod_volo.optim.muon import OneRank
 
 
 class OtherRanks(Collectives):
@@ -88,25 +87,6 @@ def test_formations_without_a_step_are_counted_and_end_the_run() -> None:
         newest = elastic.find_newest(World.single())
         assert newest is not None
         assert newest.in_vain == 0
-
-
-def test_a_rank_that_is_lost_while_updates_are_exchanged_leaves_the_state_before_the_step() -> None:
-    class RankLostMeanwhile(OneRank):
-        def concatenate_async(self, part: torch.Tensor, name: str) -> Any:
-            raise RankLostError
-
-    config = bench_config(model="volo_demo", img_size=32, batch_size=2, opt="muon")
-    with closing(SyntheticRun(config)) as run:
-        run.step()
-        state = run.context.state
-        expected = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-        state.optimizer.ranks = RankLostMeanwhile()  # type: ignore[attr-defined]
-        with pytest.raises(RankLostError):
-            run.step()
-        ElasticRun(job=None).ranks_lost(run.context)  # type: ignore[arg-type]
-        assert state.step == 1
-        for name, tensor in state.model.state_dict().items():
-            assert tensor.equal(expected[name]) or "num_batches" in name, name
 
 
 def test_a_state_that_is_loaded_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

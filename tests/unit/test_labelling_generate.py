@@ -5,7 +5,6 @@ The teacher sees squares of whole images; damaged ones are left out and reported
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from coded_images import smooth, write_images
-from label_samples import random_store
 from PIL import Image
 
 from horovod_volo.cluster.world import RankResources, World
@@ -43,7 +41,6 @@ NAMES = [f"{name}/{file}" for name in "abcdefghij" for file in ("scan.0001.png",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with images of ten classes, and the weights of three teachers."""
     folder = tmp_path_factory.mktemp("generate")
     for split in ("train", "val"):
         images = {f"{split}/{name}": smooth(60, 50, seed=number) for number, name in enumerate(NAMES)}
@@ -161,20 +158,6 @@ def test_logits_that_are_not_finite_are_refused(folder: Path, tmp_path: Path) ->
         generate(folder, tmp_path / "s", "not finite")
 
 
-def test_a_store_of_earlier_versions_is_warned_of(folder: Path, tmp_path: Path) -> None:
-    """It has published keys and the teacher's own logits, and metadata without two fields."""
-    unique = {f"train/{name}": smooth(9, 9, seed=1) for name in NAMES if name.endswith("x.png")}
-    catalog = catalog_of(write_images(tmp_path / "images", unique))
-    random_store(tmp_path / "s", catalog, teacher="a teacher")
-    metadata = json.loads((tmp_path / "s" / "store.json").read_text())
-    del metadata["generated"], metadata["checksum"]
-    (tmp_path / "s" / "store.json").write_text(json.dumps(metadata))
-    labels = LabelStore(tmp_path / "s", catalog, None)
-    labels.read(0)
-    (warning,) = map_warnings("s", labels)
-    assert "generate them again with their teacher, a teacher" in warning
-
-
 def test_an_image_that_is_held_out_does_not_share_a_published_map(tmp_path: Path) -> None:
     """The map may be that of the image that is held out."""
     names = [f"{name}/{file}" for name in "ab" for file in ("scan.1.png", "scan.2.png")]
@@ -240,12 +223,3 @@ def test_damaged_images_are_left_out_and_reported(uneven, batch):
     for index, pixels in found.items():
         assert np.array_equal(pixels, whole[index])
     assert sorted(problem.split(".png")[0][-1] for problem in problems) == ["0", "3", "4", "8"]
-
-
-def test_only_damaged_images_give_no_batch(tmp_path):
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    for number in range(5):
-        (tmp_path / "train" / "a" / f"{number}.jpg").write_bytes(b"no image")
-    with opened(tmp_path) as images:
-        assert pixels_by_index(images, range(5)) == {}
-        assert len(images.bad_samples.new_messages()) == 5

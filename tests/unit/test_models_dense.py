@@ -12,17 +12,16 @@ from horovod_volo.config.schema import Model
 from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
-from horovod_volo.dense import ssd, upernet
+from horovod_volo.dense import ssd
 from horovod_volo.dense.anchors import SSD300, AnchorRule, anchor_rule, build_anchors
-from horovod_volo.dense.backbones import build_backbone
-from horovod_volo.dense.ssd import SSD, ExtraMap, ResNetTrunk, build_ssd, extra_maps
+from horovod_volo.dense.backbones import build_backbone, fitted_weights
+from horovod_volo.dense.ssd import SSD, ResNetTrunk, build_ssd
 from horovod_volo.dense.upernet import HEADS, UperNet, pixel_cross_entropy, pixel_losses
 from horovod_volo.models.build import build_model
 from horovod_volo.models.timm_api import create_model
 from horovod_volo.models.weights import load_fitted
 
 ANCHORS_PER_POSITION = (4, 6, 6, 6, 4, 4)
-NARROW = tuple(ExtraMap(3, 4, halves=halves) for halves in (True, True, True, False, False))
 
 
 class TinyTrunk(nn.Sequential):
@@ -32,7 +31,6 @@ class TinyTrunk(nn.Sequential):
         super().__init__(nn.Conv2d(3, channels, 7, stride=8, padding=3), nn.ReLU())
 
     def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:  # type: ignore[override]
-        """Return one map."""
         assert drop_path_seed is None
         return [super().forward(images)]
 
@@ -55,15 +53,9 @@ class PositionHead(nn.Module):
         return coded.flatten(0, 1).expand(batch, -1, -1, -1).contiguous(memory_format=torch.channels_last)
 
 
-def with_anchors(channels: int, classes: int, extras: tuple[ExtraMap, ...]) -> SSD:
-    return SSD(
-        TinyTrunk(channels), [channels], classes, extras=extras, anchors_per_position=ANCHORS_PER_POSITION
-    )
-
-
-def tiny() -> SSD:
+def tiny(channels: int = 6, classes: int = 5) -> SSD:
     torch.manual_seed(0)
-    return with_anchors(6, 5, NARROW)
+    return SSD(TinyTrunk(channels), [channels], classes, SSD300)
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("resnet34", 19_975_222), ("resnet50", 22_894_902)])
@@ -104,8 +96,7 @@ def test_outputs_are_in_the_order_of_the_anchors(rule: AnchorRule) -> None:
 
 
 def test_new_convolutions_have_the_published_distribution() -> None:
-    torch.manual_seed(0)
-    model = with_anchors(64, 20, extra_maps(SSD300.sides, 1))
+    model = tiny(64, 20)
     for layer in (model.extras[0][0], model.extras[4][3], model.box_heads[1], model.class_heads[0]):  # type: ignore[index]
         assert isinstance(layer, nn.Conv2d)
         outputs, inputs, *kernel = layer.weight.shape
@@ -153,13 +144,13 @@ def test_weights_of_classification_begin_the_trunk_of_ssd(name: str) -> None:
     torch.manual_seed(0)
     source = build_model(name, img_size=304, num_classes=7, drop_path=0.0)
     model = build_ssd(Model(model=name, img_size=320), 5)
-    fitted, fresh, messages = ssd.fitted_weights(model, source.state_dict())
+    fitted, fresh, messages = fitted_weights(model, ssd.HEADS, source.state_dict())
     assert set(fitted) | set(fresh) == set(model.state_dict())
     assert not set(fitted) & set(fresh)
     assert all(name.startswith("backbone.") for name in fitted)
     assert "tensors of classification alone are left out" in messages[-1]
     model.load_state_dict(fitted, strict=False)
-    again, none, _ = ssd.fitted_weights(model, model.state_dict())
+    again, none, _ = fitted_weights(model, ssd.HEADS, model.state_dict())
     assert set(again) == set(model.state_dict())
     assert none == []
 
@@ -219,7 +210,7 @@ def test_another_size_resizes_the_position_embedding(name: str) -> None:
     """Images of another size give what a network built for them gives, with the same weights fitted to it."""
     torch.manual_seed(0)
     small, large = build(name, 64).eval(), build(name, 96).eval()
-    weights, fresh, messages = upernet.fitted_weights(large, small.state_dict())
+    weights, fresh, messages = fitted_weights(large, HEADS, small.state_dict())
     load_fitted(large, weights, "here", heads=HEADS, fresh=fresh)
     assert any("position embedding resized" in message for message in messages)
     images = torch.randn(1, 3, 96, 96)
@@ -232,12 +223,12 @@ def test_another_size_resizes_the_position_embedding(name: str) -> None:
 def test_weights_of_classification_begin_the_backbone_of_upernet() -> None:
     trained = build_model("volo_demo", img_size=32, num_classes=7, drop_path=0.0)
     network = build("volo_demo")
-    weights, fresh, messages = upernet.fitted_weights(network, trained.state_dict())
+    weights, fresh, messages = fitted_weights(network, HEADS, trained.state_dict())
     before = network.decode_head.conv_seg.weight.clone()
     loaded = load_fitted(network, weights, "here", heads=HEADS, fresh=fresh)
     assert torch.equal(network.backbone.network[2][0].mlp.fc1.weight, trained.network[2][0].mlp.fc1.weight)  # type: ignore[union-attr,index]
     assert torch.equal(network.decode_head.conv_seg.weight, before)
-    assert any("neck and heads begin with fresh weights" in message for message in messages)
+    assert any("all but the backbone begins with fresh weights" in message for message in messages)
     assert any("tensors of classification alone are left out" in message for message in messages)
     assert "tensors loaded" in loaded[0]
 
@@ -249,7 +240,7 @@ def test_weights_for_other_classes_give_all_but_the_classifiers() -> None:
     theirs = {
         name.replace("neck.side_layer", "backbone.side_layer"): tensor for name, tensor in source.items()
     }
-    weights, fresh, _ = upernet.fitted_weights(network, theirs)
+    weights, fresh, _ = fitted_weights(network, HEADS, theirs)
     messages = load_fitted(network, weights, "here", heads=HEADS, fresh=fresh)
     assert "the weights are for 9 classes, the images have 5" in " ".join(messages)
     state = network.state_dict()

@@ -17,7 +17,7 @@ from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import LabelMaps, Labels
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable, roi_weights
 from horovod_volo.objective.loss import LossParts, build_loss
-from horovod_volo.objective.mixing import NO_BOX, Box
+from horovod_volo.objective.mixing import NO_BOX, Box, ImageMix
 from horovod_volo.objective.soft_target import SoftTarget
 
 
@@ -39,7 +39,6 @@ GEOMETRIES = get_args(Geometry)
 
 
 def map_target(scores: Tensor, ids: Tensor, boxes: Tensor, *, side: int, **how: Any) -> SoftTarget:
-    """Return the targets of one grid."""
     (target,) = map_targets(scores, ids, boxes, sides=(side,), **how)
     return target
 
@@ -131,14 +130,6 @@ def test_negative_logits_of_all_classes_keep_their_order() -> None:
     assert torch.equal(most_probable(target), expected.argmax(dim=2).flatten())
 
 
-def test_several_grids_at_once_equal_each_alone() -> None:
-    maps = published.random_maps(2, 3, 6, 6, 30, seed=18)
-    how = {"num_classes": 30, "geometry": "corrected"}
-    for side, target in zip((1, 4), map_targets(*maps, sides=(1, 4), **how), strict=True):
-        alone = map_target(*maps, side=side, **how)
-        assert torch.equal(published.dense(target, 30), published.dense(alone, 30))
-
-
 @pytest.mark.parametrize("sign", [1, -1])
 def test_ids_are_exact_with_logits_of_any_sign(sign: int) -> None:
     scores, ids, boxes = published.random_maps(2, 3, 6, 6, 12, seed=19)
@@ -222,7 +213,6 @@ def teacher_targets(labels: Labels, settings: Objective) -> tuple[Tensor, Tensor
 def published_loss(
     class_logits: Tensor, token_logits: Tensor, class_target: Tensor, token_target: Tensor, lam: float
 ) -> LossParts:
-    """Mix the class target and add the two weighted terms."""
     mixed = lam * class_target + (1 - lam) * class_target.flip(0)
     class_loss = published.cross_entropy(class_logits, mixed)
     token_loss = published.cross_entropy(token_logits.flatten(0, 1), token_target.flatten(0, 1))
@@ -280,13 +270,14 @@ def test_without_maps_each_token_has_the_target_of_the_class() -> None:
     assert_equal_with_gradients(settings, Labels(labels.classes), BOX, one_hot, tokens)
 
 
-def test_without_token_labels_the_loss_is_that_of_the_mixed_class() -> None:
+@pytest.mark.parametrize("mix", [BOX, ImageMix(lam=0.3)])
+def test_without_token_labels_the_loss_is_that_of_the_mixed_class(mix: Box | ImageMix) -> None:
     labels = labels_with_maps()
     class_logits, token_logits = (tensor.requires_grad_() for tensor in random_logits())
     settings = Objective(cls_weight=0.75)
-    parts = build_loss(settings, CLASSES, SIDE)(class_logits, token_logits, Labels(labels.classes), BOX)
+    parts = build_loss(settings, CLASSES, SIDE)(class_logits, token_logits, Labels(labels.classes), mix)
     target = published.one_hot(labels.classes, CLASSES) * 0.9 + 0.1 / CLASSES
-    mixed = BOX.lam * target + (1 - BOX.lam) * target.flip(0)
+    mixed = mix.lam * target + (1 - mix.lam) * target.flip(0)
     expected = published.cross_entropy(class_logits.detach().double(), mixed)
     torch.testing.assert_close(parts.class_loss.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(parts.total, 0.75 * parts.class_loss)

@@ -132,7 +132,6 @@ def test_stems_heads_and_embeddings_of_models_are_not_hidden(name: str, others: 
 
 
 def by_formula(weight: Array, gradients: list[Array], lrs: list[float]) -> Array:
-    """Return a matrix after steps."""
     momentum = np.zeros_like(weight)
     for gradient, lr in zip(gradients, lrs, strict=True):
         momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient

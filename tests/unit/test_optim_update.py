@@ -119,7 +119,6 @@ def our_rates(settings: Update, *, floor: float) -> list[float]:
 
 
 def rates_of(build: type[LRScheduler], **settings: Any) -> list[float]:
-    """Return the learning rates of torch's scheduler for the same steps."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     scheduler = build(optimizer, **settings)
     rates = []

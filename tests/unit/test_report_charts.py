@@ -43,7 +43,6 @@ def test_logarithmic_ticks_are_powers_of_ten_and_cover_the_values() -> None:
 
 
 def chart_of(*curves: Curve, is_log: bool = False) -> ParsedPage:
-    """Draw curves and parse the figure."""
     return ParsedPage(draw(Chart("Title", Quantity("Title", unit="units"), "epochs", curves, is_log)))
 
 

@@ -70,7 +70,6 @@ def write_run(
     starts: Sequence[Mapping[str, Any]] = (),
     last_line: str = "done: 30 steps; best weights in runs/a/checkpoints/best",
 ) -> Path:
-    """Write a run folder and return it."""
     folder.mkdir(parents=True)
     records = [*training_records(), *evaluation_records()] if records is None else records
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
@@ -99,7 +98,6 @@ RECORDS = [*training_records(), *evaluation_records()]
 
 
 def page_of(*folders: Path) -> ParsedPage:
-    """Write the page of runs and parse it."""
     page = folders[0].parent / "page.html"
     assert main([*map(str, folders), "--html", str(page)]) == 0
     return ParsedPage(page.read_text(encoding="utf-8"))
@@ -218,7 +216,6 @@ def test_a_resumed_run_whose_last_line_was_written_in_part(tmp_path: Path) -> No
 
 
 def scaling_rows(page: ParsedPage) -> list[list[str]]:
-    """Return the rows of the only table about scaling."""
     (caption,) = [name for name in page.tables if "efficiency" in name]
     return page.tables[caption]
 

@@ -32,8 +32,6 @@ LabelMap = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # scores and id
 
 @dataclass(frozen=True, eq=False)
 class CropFlip:
-    """The flips and crop boxes of a batch."""
-
     boxes: NDArray[np.int32]  # (batch, 4) top, left, height, width in pixels of the flipped image
     flip_horizontal: NDArray[np.bool_]  # (batch,)
     flip_vertical: NDArray[np.bool_]  # (batch,)
@@ -54,13 +52,10 @@ class CropFlip:
         `covered` (batch, 4) is top, left, height and width of that part, as fractions of the stored image.
         Where a box exceeds the part, the result is below 0 or above 1.
         """
-        return self._relative(self.boxes / np.tile(sizes, 2), covered)
+        return self.relative(self.boxes / np.tile(sizes, 2), covered)
 
-    def whole_images(self, covered: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Return the boxes of whole images as fractions of the part that label maps cover, (batch, 4)."""
-        return self._relative(np.tile([0.0, 0.0, 1.0, 1.0], (len(covered), 1)), covered)
-
-    def _relative(self, boxes: NDArray[np.float64], covered: NDArray[np.float64]) -> NDArray[np.float32]:
+    def relative(self, boxes: NDArray[np.float64], covered: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Return boxes, fractions of the flipped image, as fractions of the part that label maps cover."""
         return relative_boxes(boxes, self._mirrored(covered, np.ones(2))).astype(np.float32)
 
     def _mirrored(self, boxes: NDArray[Any], extents: NDArray[Any]) -> NDArray[Any]:
@@ -141,7 +136,8 @@ def augmented_maps(
     covered_by_result = covered_after_warp(boxes, operations.geometric)
     regions, region_sizes = boxes, np.ones_like(sizes)  # a crop is a square when it is warped
     if on_whole_images:
-        regions, region_sizes = crop_flip.whole_images(covered), sizes
+        whole = np.tile([0.0, 0.0, 1.0, 1.0], (len(covered), 1))
+        regions, region_sizes = crop_flip.relative(whole, covered), sizes
     scores, ids = warp_maps(scores, ids, regions, operations, region_sizes, covered_by_result)
     boxes = relative_boxes(boxes, covered_by_result)
     reach = max(1.0, float(boxes[:, 2:].max()))

@@ -76,9 +76,8 @@ class Eraser:
         if kernels is not None:
             packed = np.concatenate([erasures.boxes, erasures.noise[..., None]], axis=2)
             boxes = copy_async(packed, pixels.device)
-            normalized: Tensor = kernels.normalize(
-                pixels.contiguous(), mean, std, boxes, self._noise, self._mode
-            )
+            whole = pixels.contiguous()
+            normalized: Tensor = kernels.normalize_images(whole, mean, std, boxes, self._noise, self._mode)
             return normalized
         images = pixels.float().sub_(mean).div_(std)
         self.erase_(images, erasures)

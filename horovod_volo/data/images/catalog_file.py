@@ -165,8 +165,6 @@ class CatalogWriter:
 
 
 class CatalogFile:
-    """An open catalog."""
-
     def __init__(self, file: OpenFile) -> None:
         """Raise ValueError for another kind of file or version, and for a damaged file."""
         start = file.read(0, START)

@@ -38,8 +38,6 @@ _SHARD_NAMES: dict[Format, re.Pattern[str]] = {
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Which images are held out from training."""
-
     folder: str = ""  # its name in the data folder; empty: the first of FOLDER_NAMES that there is
     share: float = 0.0  # of each class, where there is no such folder
     seed: int = 0

@@ -96,7 +96,6 @@ def _named(
 
 
 def _catalog_name(sample: ShardSample) -> str:
-    """Return the sample's name in the catalog."""
     return sample.name if "/" in sample.name else f"{sample.label}/{sample.name}"
 
 

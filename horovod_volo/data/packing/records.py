@@ -68,7 +68,6 @@ def _mapped(shard: Path) -> Bytes:
 
 
 def _tfrecord_samples(shard: Path) -> Iterator[ShardSample]:
-    """Yield the images of a shard in order."""
     data, stem = _mapped(shard), shard.name.split(".")[0]
     start = number = 0
     while start < len(data):
@@ -96,7 +95,6 @@ def _example(data: Bytes, start: int) -> Range:
 
 
 def _varint(data: Bytes, start: int, end: int) -> Range:
-    """Return a varint and its end."""
     value = 0
     for position in range(start, min(end, start + 10)):
         value |= (data[position] & 0x7F) << 7 * (position - start)
