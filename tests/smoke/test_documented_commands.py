@@ -77,6 +77,7 @@ SMALLER = {
     " -np 8": " -np 2",
     " -np 40": " -np 2",
     "--ranks 40": "--ranks 2",
+    "--ranks 8": "--ranks 2",
     " -H node1:8,node2:8,node3:8,node4:8,node5:8": "",
     "--global-batch 1000": "--global-batch 8",
     "--resize 320": "--resize 48",
