@@ -127,9 +127,10 @@ def test_a_job_that_receives_repeated_stop_signals_at_any_time_is_requeued(slurm
         for _ in range(2):
             slurm.call("scancel", "--signal=USR1", *options, job.number)
 
-    wait_until(
-        lambda: slurm.processes_on("n2", TRAINER) != [], 60, "ranks that have not started yet", job.report
-    )
+    def is_blocked() -> bool:
+        return bool(slurm.processes_on("n2", TRAINER)) and not slurm.processes_on("n2", "block_signals")
+
+    wait_until(is_blocked, 60, "ranks that do not listen yet", job.report)
     signal_twice("--full")  # to the script, the launcher and the ranks
     job.wait_for_output("start 2, 2 ranks")
     job.wait_for_output(rf"start 2(.|\n)*{STEP}")
