@@ -19,9 +19,8 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", "
 def last_line(step: int) -> str:
     """Return the trainer's last line of a run that stopped at a step."""
     config = assemble({"stop_at_step": 5, "data_dir": "images"}, fallback_name="run")
-    context: Any = SimpleNamespace(
-        config=config, state=SimpleNamespace(step=step), derived=SimpleNamespace(total_steps=9)
-    )
+    at_step, derived = SimpleNamespace(step=step), SimpleNamespace(total_steps=9)
+    context: Any = SimpleNamespace(config=config, state=at_step, checkpoints=at_step, derived=derived)
     return end_message(context, finished=False)
 
 
