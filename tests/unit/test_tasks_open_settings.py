@@ -135,17 +135,10 @@ def test_flags_are_not_changed() -> None:
     derived = derive(config, ranks=1, images=4000)
     assert (derived.peak_lr, derived.min_lr) == (0.01, 0.001)
     assert "epochs" not in config.chosen.split(":")[0]
-
-
-def test_mixup_takes_the_place_of_what_is_chosen() -> None:
     objective = chosen("--mixup", "0.8").objective
     assert (objective.mix_token, objective.token_label) == (False, False)
-
-
-def test_a_global_batch_is_split_over_ranks() -> None:
-    config = chosen("--global-batch", "96", ranks=2, images=100_000)
-    assert (config.data.batch_size, config.update.accumulation) == (16, 3)
-    assert config.update.lr_base_size == 96
+    split = chosen("--global-batch", "96", ranks=2, images=100_000)
+    assert (split.data.batch_size, split.update.accumulation, split.update.lr_base_size) == (16, 3, 96)
 
 
 def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
