@@ -83,8 +83,10 @@ class AtStep(Callback):
             self.action(run)
 
 
-def test_importing_the_package_imports_no_heavy_module() -> None:
-    code = "import sys, horovod_volo; assert 'Trainer' in dir(horovod_volo); print('torch' in sys.modules)"
+def test_importing_the_package_and_the_binding_imports_no_heavy_module() -> None:
+    """A rank binds itself before it imports torch, which starts threads."""
+    code = "import sys, horovod_volo, horovod_volo.cluster.pinning; assert 'Trainer' in dir(horovod_volo); "
+    code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert all(getattr(horovod_volo, name) for name in horovod_volo.__all__)
