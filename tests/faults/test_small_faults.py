@@ -22,14 +22,9 @@ from tests.ranks.launching import launcher, python, run, started, wait_until
 from tests.runs import FAILED, SMALL, STOPPED, assert_finite, only_error, records, start, steps
 
 
-@pytest.fixture
-def damaged_set(demo_images, tmp_path: Path) -> Path:
-    """Copy a set of images whose files a test damages."""
-    return shutil.copytree(demo_images(40, 20), tmp_path / "set")
-
-
-def test_bad_samples_are_skipped_named_once_and_counted(damaged_set, tmp_path):
+def test_bad_samples_are_skipped_named_once_and_counted(demo_images, tmp_path):
     """A truncated image, a missing label map and an empty validation image are skipped in all steps."""
+    damaged_set = shutil.copytree(demo_images(40, 20), tmp_path / "set")
     maps = damaged_set / "token_labels"
     truncated, _, unlabelled = sorted((damaged_set / "train" / "ring").iterdir())[:3]
     truncated.write_bytes(truncated.read_bytes()[:300])

@@ -12,7 +12,6 @@ from horovod_volo.config.command_line import _CHOSEN, parse
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump, load_recipe
 from horovod_volo.config.schema import Config, all_settings
-from horovod_volo.core.errors import UserError
 from horovod_volo.engine.open_settings import DeviceFacts, choose_settings, fit_to_model
 from horovod_volo.models.timm_api import get_pretrained_cfg, why_missing
 from tests.smoke.conftest import publish
@@ -159,8 +158,6 @@ def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
 def test_what_names_a_model_or_a_recipe_is_not_open() -> None:
     for flags in (["--model", "volo_d1"], ["--recipe", "demo"], ["--task", "segmentation"]):
         assert not parse(["images", *flags]).config.chooses_model
-    with pytest.raises(UserError, match="--elastic needs a --recipe or --model"):
-        parse(["flowers", "--elastic", "--global-batch", "64"])
 
 
 def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:
