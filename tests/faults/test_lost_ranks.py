@@ -48,15 +48,6 @@ def test_a_rank_ends(images, tmp_path, undisturbed, faults):
 
 
 @pytest.mark.soak
-def test_a_run_that_always_fails_at_the_same_step_loses_nothing(images, tmp_path):
-    for _ in range(3):
-        shown = start(images, tmp_path, *EVERY, fault="1:7:raise", status=FAILED)
-        assert shown.count("RuntimeError: injected") == 1, shown
-        assert next(iter(intact_checkpoints(tmp_path / "run"))).name == "step_00000006"
-    start(images, tmp_path, *EVERY)
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "limit"), [(resource.RLIMIT_NOFILE, 16), (resource.RLIMIT_AS, 2 << 30)], ids=["files", "memory"]
 )

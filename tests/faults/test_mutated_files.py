@@ -20,7 +20,7 @@ from PIL import Image
 
 from horovod_volo.config.recipe import RECIPES, load_recipe
 from horovod_volo.core.errors import BadSampleError, UserError
-from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
+from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.packing.manifest import check_split
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.data.reading import decode_rgb
@@ -119,16 +119,6 @@ def torch_file(folder: Path) -> Case:
     file = folder / "weights.pth"
     torch.save({"state_dict": {"w": torch.arange(300.0)}}, file)
     return [file], lambda: bool(read_weights(str(file)).tensors)
-
-
-def catalog_file(folder: Path) -> Case:
-    made = build_catalog(str(packed(folder)), "train", folder / "lists")
-
-    def load() -> Any:
-        opened = open_catalog(made.path, made.digest)
-        return opened.classes, opened.targets.tolist(), places(opened)
-
-    return [made.path], load
 
 
 def rebuilt_catalog(folder: Path) -> Case:
@@ -236,7 +226,7 @@ def scene_shards(folder: Path) -> Case:
     return sorted((out / "train").iterdir()), load
 
 
-CASES = (finetune, resume, torch_file, catalog_file, rebuilt_catalog, tar_shard, indexed_tar_shard)
+CASES = (finetune, resume, torch_file, rebuilt_catalog, tar_shard, indexed_tar_shard)
 CASES += (record_shards, classes_file, manifest, scene_shards, label_store, recipe, images)
 
 

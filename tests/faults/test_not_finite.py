@@ -43,14 +43,6 @@ def test_one_number_skips_one_step_on_all_ranks(images, tmp_path, ranks, start_w
         assert steps(tmp_path) == [1, 2, 3, 4, 5]  # rank 0's loss of step 3 is finite, and logged
 
 
-def test_many_losses_return_to_the_last_checkpoint(images, tmp_path):
-    shown = start(images, tmp_path, *EVERY, fault="1:4-7:nan")
-    assert shown.count("is skipped") == 4, shown
-    assert shown.count("back to the weights of step_00000004; training goes on after step 7") == 1, shown
-    assert "done: 10 steps" in shown
-    assert_finite(tmp_path)
-
-
 def test_a_run_that_never_recovers_is_ended(images, tmp_path):
     """From its third step on no loss of the run's only epoch is finite, but there are 20 of them."""
     shown = start(images, tmp_path, *EVERY, "--batch-size", "2", fault="1:2-99:nan", status=FAILED)

@@ -6,7 +6,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.models.build import build_model
 from horovod_volo.models.weights_header import header_of
 from horovod_volo.train import main
@@ -122,8 +121,6 @@ def publish(cache: Path, name: str, state: Mapping[str, torch.Tensor]) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a demo set of a few images."""
-    folder = tmp_path_factory.mktemp("data") / "demo"
-    make_demo_set(folder, train=TRAIN_IMAGES, val=HELD_OUT_IMAGES)
-    return folder
+def demo_set(demo_images: Callable[[int, int], Path]) -> Path:
+    """Return a demo set of a few images."""
+    return demo_images(TRAIN_IMAGES, HELD_OUT_IMAGES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -28,8 +29,8 @@ class StopsAtOnce(Callback):
 
 
 def test_a_folder_alone_starts_from_published_weights(images, tmp_path, monkeypatch, capsys):
-    def train(*flags: str) -> str:
-        done = run_here(str(images), *SMALL, str(tmp_path), *flags, streams=capsys)
+    def train(*flags: str, data: Path = images) -> str:
+        done = run_here(str(data), *SMALL, str(tmp_path), *flags, streams=capsys)
         assert done.status == 0, done.output
         return done.output
 
@@ -61,5 +62,6 @@ def test_a_folder_alone_starts_from_published_weights(images, tmp_path, monkeypa
     assert "after epoch 0 of 1: top-1" in output
     assert "after epoch 1 of 1: top-1" in output
     assert NAME in (tmp_path / "tuned" / "resolved.toml").read_text()
-    output = train("--name", "scratch", "--epochs", "1")
+    output = train("--name", "scratch", "--epochs", "1", data=images / "train")
+    assert "held-out images (10 % of each class)" in output
     assert f"training begins from scratch, because timm:{NAME}" in output

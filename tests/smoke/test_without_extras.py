@@ -65,7 +65,7 @@ def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
     printed = run_in_one_process(tmp_path, *commands.values(), blocked=BLOCKED)
     found = {name: printed[command] for name, command in commands.items()}
     refused = found.pop("resumed with another decoder")
-    assert "DALI is not installed. Install it (pip install 'horovod_volo[dali]')" in refused
+    assert "DALI is not installed. Install it (pip install 'horovod_volo[dali]'" in refused
     assert refused.endswith("status 2\n")
     assert "pip install 'horovod_volo[dense]'" in found["detection"]
     assert found.pop("detection").endswith("status 2\n")

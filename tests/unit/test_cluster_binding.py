@@ -140,15 +140,6 @@ def every_cpu(host: Host) -> frozenset[int]:
     return frozenset(cpu for core in host.cores for cpu in core)
 
 
-def test_a_rank_that_sees_one_gpu_leaves_cpus_to_the_other_ranks() -> None:
-    """One of two ranks has the second GPU of node 7; the other rank is assumed to have the first."""
-    host = host_of("dgx_a100")
-    rank = LaunchedRank(local_rank=1, local_size=2, allowed_cpus=every_cpu(host), visible_gpus=(5,))
-    binding = plan_binding(host, rank)
-    assert binding.gpu == host.gpus[5]
-    assert cpu_ranges(binding.cpus) == "120-127,248-255"
-
-
 def test_if_the_node_of_one_gpu_is_unknown_all_ranks_are_distributed() -> None:
     """Ranks bound by their GPU and ranks bound by their number could overlap. No rank has a warning."""
     host = host_of("separate_domains")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from schema_examples import MAPS, recipe_of
 
-from horovod_volo import evaluate, export, labels, pack, train
+from horovod_volo import evaluate, export, labels, pack
 from horovod_volo.config.arguments import _FOREIGN as HINTS
 from horovod_volo.config.arguments import hint
 from horovod_volo.config.command_line import build_parser, parse
@@ -77,6 +77,7 @@ MISTAKES = [
     ("--lr-base 0", "The learning rate is 0. Set --lr, or --lr-base"),
     ("--shard-optimizer --clip-mode agc --clip-grad 1", "Use --clip-mode norm"),
     ("--model volo_d1 --elastic --shard-optimizer", "Drop --shard-optimizer, or --elastic"),
+    ("flowers --elastic --global-batch 64", "--elastic needs a --recipe or --model"),
     ("--horovod-autotune log", "HOROVOD_AUTOTUNE=1"),
     ("--input-size 1 96 96", "3 N N"),
     ("--model-kwargs drop_rate", "NAME=VALUE"),
@@ -126,12 +127,8 @@ def test_mistakes_in_a_recipe(text: str, said: str, tmp_path: Path) -> None:
 
 # The function of each command, and a command line that it accepts.
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "train": (train.main, "images"),
     "evaluate": (evaluate.main, "images --weights run"),
     "labels": (labels.main, ""),
-    "labels import": (labels.main, "import maps store --data images"),
-    "labels generate": (labels.main, "generate images store --teacher volo_demo"),
-    "labels verify": (labels.main, "verify store"),
     "labels show": (labels.main, "show store images 0 out.png"),
     "export": (export.main, "run folder"),
     "pack": (pack.main, "images packed"),
@@ -151,7 +148,6 @@ def printed_refusal(command: str, flags: str, capsys: pytest.CaptureFixture[str]
 
 # A command, flags, and what its error must name: the flag, and the remedy.
 MISTAKES_OF_COMMANDS = [
-    ("evaluate", "--batchsize=3", "--batchsize", "Did you mean --batch-size?"),
     ("evaluate", "--weight run", "--weight.", "Did you mean --weights?"),  # no abbreviations
     ("labels show", "--hepl", "--hepl", "Did you mean --help?"),
     ("labels", "improt maps store", "COMMAND", "'improt'. Did you mean import?"),
@@ -218,7 +214,7 @@ def test_the_help_shows_the_values_that_a_run_would_have(
     with pytest.raises(SystemExit):
         parse(argv.split())
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"epochs of warm-up and decay; 0, with --fit-head: none ({epochs})" in printed
+    assert f"with --fit-head: none ({epochs})" in printed
     assert f"evaluation images, pixels (default: {width})" in printed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from schema_examples import COMPANIONS, FIELDS, NAMES, examples, recipe_of, valu
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import assemble, dump, load_recipe
-from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.errors import UserError
 
@@ -125,14 +123,6 @@ def test_a_recipe_without_the_batch_of_its_rates_means_what_it_meant(
     assert (derived.peak_lr, (derived.min_lr, derived.warmup_lr)) == (peak, ends)
 
 
-def test_nothing_given_is_the_schema_itself() -> None:
-    request = parse([])
-    assert request.config == dataclasses.replace(
-        Config(), run=dataclasses.replace(Config().run, name="volo_d1")
-    )
-    assert (request.dry_run, request.ranks) == (False, 0)
-
-
 @pytest.mark.parametrize(("group", "name", "default"), FIELDS, ids=NAMES)
 def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(
     group: str, name: str, default: Any, tmp_path: Path
@@ -189,28 +179,12 @@ def test_flags_without_effect_are_named_in_one_warning() -> None:
     assert warning.startswith("--pin-mem, --worker-seeding, --channels-last: without effect here")
 
 
-# From the README of each repository, and the page on training scripts in timm's documentation.
+# From the page on training scripts in timm's documentation; tests/smoke/test_cluster_guide.py has others.
 PUBLISHED = """
 --data-dir /imagenet/ --model efficientnet_b2 -b 128 --sched step --epochs 450 --decay-epochs 2.4
 --decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 --weight-decay 1e-5 --drop 0.3
 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa rand-m9-mstd0.5 --remode pixel --reprob 0.2
 --amp --lr .016
-
-/imagenet --model volo_d1 --img-size 224 -b 128 --lr 1.6e-3 --drop-path 0.1 --apex-amp
---token-label --token-label-size 14 --token-label-data labels
-
-/imagenet --model volo_d1 --img-size 384 -b 64 --lr 8.0e-6 --min-lr 4.0e-6 --drop-path 0.1 --epochs 30
---apex-amp --weight-decay 1.0e-8 --warmup-epochs 5 --ground-truth --token-label --token-label-size 24
---token-label-data labels --finetune weights
-
-/imagenet --model lvvit_s -b 256 --apex-amp --img-size 224 --drop-path 0.1 --token-label
---token-label-data labels --token-label-size 14 --model-ema
-
-/imagenet --model lvvit_s -b 64 --apex-amp --img-size 384 --drop-path 0.1 --token-label
---token-label-data labels --token-label-size 24 --lr 5.e-6 --min-lr 5.e-6 --weight-decay 1.e-8 --finetune w
-
-/dataset --model lvvit_s -b 64 --apex-amp --img-size 224 --drop-path 0.1 --token-label --token-label-size 14
---dense-weight 0.0 --num-classes 10 --finetune w
 
 --data-dir /imagenet --model seresnet34 --sched cosine --epochs 150 --warmup-epochs 5 --lr 0.4 --reprob 0.5
 --remode pixel --batch-size 256 --amp -j 4

@@ -117,5 +117,3 @@ def test_logits_are_the_published_ones(name: str) -> None:
     class_logits, token_logits = model.train().training_logits(pictures, BOX.swap_tokens)
     assert summary(class_logits) == pytest.approx(expected["class"], rel=0, abs=1e-4)
     assert summary(token_logits) == pytest.approx(expected["tokens"], rel=0, abs=1e-4)
-    # The figures of the two images must differ.
-    assert abs(expected["class"][0] - expected["class"][3]) > 0.01

@@ -41,19 +41,9 @@ def demo_of_lvvit() -> LvVit:
 BOTH = pytest.mark.parametrize("build", [demo, demo_of_lvvit])
 
 
-@pytest.mark.parametrize(
-    ("name", "img_size", "parameters"),
-    [
-        ("lvvit_t", 224, 8_534_720),
-        ("lvvit_s", 224, 26_151_824),
-        ("lvvit_m", 224, 55_830_544),
-        ("lvvit_l", 224, 150_021_968),
-        ("lvvit_s", 384, 26_297_744),
-        ("lvvit_l", 448, 150_473_552),
-    ],
-)
-def test_lvvit_has_the_published_size(name: str, img_size: int, parameters: int) -> None:
-    assert sum(map(Tensor.numel, on_meta(name, img_size=img_size).parameters())) == parameters
+def test_lvvit_has_the_published_size_at_448_pixels() -> None:
+    """tests/smoke/test_recipes.py has the other sizes."""
+    assert sum(map(Tensor.numel, on_meta("lvvit_l", img_size=448).parameters())) == 150_473_552
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from horovod_volo.config.command_line import _CHOSEN, parse
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump, load_recipe
 from horovod_volo.config.schema import Config, all_settings
-from horovod_volo.core.errors import UserError
 from horovod_volo.engine.open_settings import DeviceFacts, choose_settings, fit_to_model
 from horovod_volo.models.timm_api import get_pretrained_cfg, why_missing
 from tests.smoke.conftest import publish
@@ -135,17 +134,10 @@ def test_flags_are_not_changed() -> None:
     derived = derive(config, ranks=1, images=4000)
     assert (derived.peak_lr, derived.min_lr) == (0.01, 0.001)
     assert "epochs" not in config.chosen.split(":")[0]
-
-
-def test_mixup_takes_the_place_of_what_is_chosen() -> None:
     objective = chosen("--mixup", "0.8").objective
     assert (objective.mix_token, objective.token_label) == (False, False)
-
-
-def test_a_global_batch_is_split_over_ranks() -> None:
-    config = chosen("--global-batch", "96", ranks=2, images=100_000)
-    assert (config.data.batch_size, config.update.accumulation) == (16, 3)
-    assert config.update.lr_base_size == 96
+    split = chosen("--global-batch", "96", ranks=2, images=100_000)
+    assert (split.data.batch_size, split.update.accumulation, split.update.lr_base_size) == (16, 3, 96)
 
 
 def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
@@ -166,8 +158,6 @@ def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
 def test_what_names_a_model_or_a_recipe_is_not_open() -> None:
     for flags in (["--model", "volo_d1"], ["--recipe", "demo"], ["--task", "segmentation"]):
         assert not parse(["images", *flags]).config.chooses_model
-    with pytest.raises(UserError, match="--elastic needs a --recipe or --model"):
-        parse(["flowers", "--elastic", "--global-batch", "64"])
 
 
 def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:

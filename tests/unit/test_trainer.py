@@ -47,20 +47,13 @@ class LogsItsEnd(Callback):
 
 
 MODEL_PLUGIN = """
+from collections import OrderedDict
 from torch import nn
 from horovod_volo.plugins import ModelSpec, register_model
 
-class TinyPool(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, 4, 4, stride=4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.head = nn.Linear(4, num_classes)
-
-    def forward(self, images):
-        return self.head(self.features(images))
-
 def build(*, img_size, num_classes, drop_path, aux_head):
-    return TinyPool(num_classes)
+    parts = OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(3, num_classes))
+    return nn.Sequential(parts)
 
 register_model(ModelSpec(name="tiny_pool", build=build))
 """
@@ -90,8 +83,10 @@ class AtStep(Callback):
             self.action(run)
 
 
-def test_importing_the_package_imports_no_heavy_module() -> None:
-    code = "import sys, horovod_volo; assert 'Trainer' in dir(horovod_volo); print('torch' in sys.modules)"
+def test_importing_the_package_and_the_binding_imports_no_heavy_module() -> None:
+    """A rank binds itself before it imports torch, which starts threads."""
+    code = "import sys, horovod_volo, horovod_volo.cluster.pinning; assert 'Trainer' in dir(horovod_volo); "
+    code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     assert all(getattr(horovod_volo, name) for name in horovod_volo.__all__)
