@@ -2,12 +2,14 @@
 
 The rank meets the fault when it asks for a batch after so many steps of the run's first epoch. STEPS is a
 number, a first and a last one, as 3-5, or several of these, as 0,4. Several faults are separated by spaces.
-Those of _FROM_THE_START do not depend on STEPS.
+Those of _FROM_THE_START do not depend on STEPS. With CONSUMED=FOLDER in the environment, the images of each
+step are recorded before its fault, in one file for each rank and start.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import signal
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +33,7 @@ from horovod_volo.monitor.run_logger import RunLogger
 
 _batches, _read, _close, _initialize = TrainLoader.batches, Catalog.read, RunLogger.close, Reducer.__init__
 _reducers: list[Reducer] = []
+_FILE = f"{time.time_ns()}_{read_launch_env().rank}.jsonl"
 
 
 def _lock_interpreter() -> None:
@@ -92,6 +96,9 @@ def _noted(self: Reducer, *arguments: Any, **options: Any) -> None:
 
 def _faulty(self: TrainLoader, epoch: int, first_step: int) -> Iterator[Any]:
     for step, batch in enumerate(_batches(self, epoch, first_step), start=first_step):
+        if folder := os.environ.get("CONSUMED"):
+            with Path(folder, _FILE).open("a") as file:
+                print(json.dumps([epoch * self.steps + step, batch.indices.tolist()]), file=file)
         if epoch == 0 and step in _own:
             _own[step](batch)
         yield batch

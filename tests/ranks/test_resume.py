@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import tomllib
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.recipe import assemble, load_recipe
-from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.engine.checkpoint.files import find_checkpoint
 from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.classification import Classification
@@ -300,17 +300,51 @@ def test_a_run_without_token_labels_resumes_without_its_untrained_auxiliary_head
     assert "Give --no-token-label, or start a new run with --finetune." in refused
 
 
-def test_a_killed_and_resumed_epoch_has_each_sample_once(demo_images, tmp_path):
-    """Of shards, the last of which has fewer images, also on another number of ranks.
+EPOCHS, STEPS, GLOBAL_BATCH = 2, 4, 12
+SAVED_AT, KILLED_AT, STOPPED_AT = 2, 3, 5
+
+
+def test_a_killed_and_resumed_epoch_has_each_sample_once(demo_images, tmp_path, monkeypatch):
+    """Of shards, the last of which has fewer images.
 
     tests/faults/test_lost_ranks.py shows it for images in folders, on the same number of ranks.
     """
-    shards = tmp_path / "shards"
+    folder, shards = tmp_path / "records", tmp_path / "shards"
     assert pack([str(demo_images(48, 10)), str(shards), "--shard-images", "20", "--workers", "1"]) == 0
-    flags = ("--resume", "auto", "--epochs", "2", "--checkpoint-every", "2", "--log-every", "1")
-    train = partial(runs.start, shards, tmp_path, *flags, "--block-shuffle", "5", "--shuffle-window", "3")
-    train("--batch-size", "6", fault="1:3:SIGKILL", status=FAILED)
-    assert "at step 2" in train("--batch-size", "6", start_with="mpi", stop_at=5)
-    assert "at step 5" in train("--batch-size", "4", start_with="mpi", ranks=3)
-    complete = "2 epochs are complete: each of 48 images was taken once in each of them. 8 steps in 3 starts"
-    assert complete in check_ledger(tmp_path / "run")
+    folder.mkdir()
+    monkeypatch.setenv("CONSUMED", str(folder))
+    flags = ("--resume", "auto", "--epochs", str(EPOCHS), "--checkpoint-every", str(SAVED_AT))
+    flags += ("--log-every", "1", "--block-shuffle", "5", "--shuffle-window", "3")
+
+    def attempt(ranks: int, start_with: str, fault: str, **end: int) -> tuple[str, dict[int, Counter[int]]]:
+        more = (*flags, "--batch-size", str(GLOBAL_BATCH // ranks))
+        settings = {"ranks": ranks, "start_with": start_with, "fault": fault}
+        return runs.start(shards, tmp_path, *more, **settings, **end), read_records(folder, ranks)
+
+    _, first = attempt(2, "gloo", f"1:{KILLED_AT}:SIGKILL", status=FAILED)
+    shown, second = attempt(2, "mpi", "1:99:SIGKILL", stop_at=STOPPED_AT)
+    assert f"at step {SAVED_AT}" in shown
+    shown, third = attempt(3, "mpi", "1:99:SIGKILL")
+    assert f"at step {STOPPED_AT}" in shown
+    assert KILLED_AT in first
+    assert first[SAVED_AT] == second[SAVED_AT]
+    # The steps of an attempt after its last checkpoint are repeated by the next attempt.
+    final = [first[step] for step in range(SAVED_AT)]
+    final += [second[step] for step in range(SAVED_AT, STOPPED_AT)]
+    final += [third[step] for step in range(STOPPED_AT, EPOCHS * STEPS)]
+    for epoch in range(EPOCHS):
+        counts = sum(final[epoch * STEPS : (epoch + 1) * STEPS], Counter())
+        assert counts == dict.fromkeys(range(48), 1)
+
+
+def read_records(folder: Path, ranks: int) -> dict[int, Counter[int]]:
+    """Return the images of each step over all ranks of an attempt, and remove its files."""
+    images: dict[int, Counter[int]] = {}
+    files = sorted(folder.iterdir())
+    assert len(files) == ranks
+    for file in files:
+        for line in file.read_text().splitlines():
+            step, indices = json.loads(line)
+            images.setdefault(step, Counter()).update(indices)
+        file.unlink()
+    return images
