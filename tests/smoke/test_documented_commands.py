@@ -7,12 +7,16 @@ each is spelled as documented, and finds what earlier ones wrote.
 from __future__ import annotations
 
 import configparser
+import contextlib
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import tomllib
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ from safetensors.torch import load_file
 
 import horovod_volo.__main__ as console
 from tests.documents import ROOT, blocks, commands_in, text_of
+from tests.ranks.launching import environment
 from tests.smoke.conftest import save_run, shell
 
 
@@ -156,7 +161,7 @@ def test_a_script_of_tools_starts_its_command(name: str) -> None:
     assert done.stdout.startswith(f"usage: horovod-volo {name} ")
 
 
-def test_tools_demo_trains_and_tensorboard_reads_the_run(request: pytest.FixtureRequest) -> None:
+def test_tools_demo_trains_and_tensorboard_shows_the_run(request: pytest.FixtureRequest) -> None:
     """Trains two of the demo's epochs, with --long all of them, in a run folder of its own."""
     flags, least = ("", 90.0) if request.config.getoption("--long") else (" --epochs 2", 35.0)
     printed = shell(f"./tools/demo{flags}", ROOT, seconds=1500, DEMO_NAME="readme_test")
@@ -164,9 +169,30 @@ def test_tools_demo_trains_and_tensorboard_reads_the_run(request: pytest.Fixture
     assert accuracy, printed
     assert float(accuracy[1]) >= least
     assert "tensorboard --logdir runs" in printed.splitlines()[-1]
+    assert {"train/loss", "train/lr", "evaluation/top1"} <= tags_of_server(ROOT / "runs", "readme_test")
+
+
+def tags_of_server(logdir: Path, run: str) -> set[str]:
+    """Return the tags of a run's curves, as a TensorBoard server lists them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [".venv/bin/tensorboard", "--logdir", str(logdir), "--port", str(port), "--load_fast=false"]
     # TensorBoard's own imports warn; warnings are errors in this project's processes only.
-    shown = shell(".venv/bin/tensorboard --inspect --logdir runs/readme_test", ROOT, PYTHONWARNINGS="")
-    assert {"train/loss", "train/lr", "evaluation/top1"} <= set(shown.split())
+    started = environment(PYTHONWARNINGS="")
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=started) as server:
+        try:
+            for _ in range(180):
+                with contextlib.suppress(OSError):
+                    address = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+                    with urllib.request.urlopen(address, timeout=5) as page:
+                        found = json.loads(page.read())
+                    if run in found:
+                        return set(found[run])
+                time.sleep(0.5)
+        finally:
+            server.terminate()
+    raise AssertionError("TensorBoard did not show the run")
 
 
 PLUGIN = "--plugin my_package.my_module"
