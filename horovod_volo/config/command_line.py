@@ -105,13 +105,9 @@ def build_parser() -> Parser:
     add("--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}")
     add("--dry-run", action="store_true", help="print settings, batch, steps, memory and traffic, and stop")
     add_ranks(parser, "; with --dry-run: ranks to assume")
-    scratch: dict[str, Any] = {
-        "dest": "finetune",
-        "action": "store_const",
-        "const": "",
-        "default": argparse.SUPPRESS,
-    }
-    add("--from-scratch", help="start from random weights, not from published ones: --finetune ''", **scratch)
+    scratch: dict[str, Any] = {"dest": "finetune", "action": "store_const", "default": argparse.SUPPRESS}
+    text = "start from random weights, not from published ones: --finetune ''"
+    add("--from-scratch", const="", help=text, **scratch)
     sections = {name: parser.add_argument_group(table.__doc__) for name, table in group_types().items()}
     for setting in all_settings():
         add_flag(sections[setting.group], setting, required=False)

@@ -96,19 +96,9 @@ def load_pretrained(
     network = build_model(name, **sizes, aux_head=not without, model_kwargs=kwargs)
     messages += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
+    pixels, names = (*statistics, published.interpolation), read_class_names(source)
     return PretrainedModel(
-        network,
-        name,
-        side,
-        classes,
-        crop_pct,
-        statistics.mean,
-        statistics.std,
-        published.interpolation,
-        messages,
-        read_class_names(source),
-        crop_mode,
-        kwargs,
+        network, name, side, classes, crop_pct, *pixels, messages, names, crop_mode, kwargs
     )
 
 

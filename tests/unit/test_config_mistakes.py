@@ -218,7 +218,7 @@ def test_the_help_shows_the_values_that_a_run_would_have(
     with pytest.raises(SystemExit):
         parse(argv.split())
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"epochs of warm-up and decay ({epochs})" in printed
+    assert f"epochs of warm-up and decay; 0, with --fit-head: none ({epochs})" in printed
     assert f"evaluation images, pixels (default: {width})" in printed
 
 
