@@ -5,8 +5,6 @@ A plugin is a Python module that calls `register_model`, `register_loss`, `regis
 before the settings' names are looked up (docs/plugins.md).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

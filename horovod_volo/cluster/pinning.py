@@ -4,8 +4,6 @@ Call this before any library starts threads or initializes CUDA: threads inherit
 thread that starts them. If the operating system refuses a binding, that is only a warning.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence

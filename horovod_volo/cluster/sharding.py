@@ -5,8 +5,6 @@ the slices of parameters in the shard, and an allgather of the shards gives ever
 slice may start or end within a parameter, so this works only for element-wise optimizers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

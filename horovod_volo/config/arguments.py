@@ -1,7 +1,5 @@
 """The command-line parser of all commands, and the flags of settings."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable

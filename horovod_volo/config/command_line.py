@@ -3,8 +3,6 @@
 Without a recipe, the defaults of the model's family override the schema's, of which the parser is built.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace

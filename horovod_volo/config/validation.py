@@ -4,8 +4,6 @@ The schema declares what a setting needs and excludes, and when it has no effect
 settings at once is here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path

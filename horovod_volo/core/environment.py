@@ -1,7 +1,5 @@
 """Versions of Python, packages and this code. Never environment variables, which may hold secrets."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import subprocess

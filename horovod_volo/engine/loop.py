@@ -4,8 +4,6 @@ Every rank executes the same lines. An epoch's evaluation is saved after its che
 was killed between the two evaluates when it resumes.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

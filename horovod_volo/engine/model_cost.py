@@ -4,8 +4,6 @@ They are counted once, in a forward on the meta device, which computes nothing. 
 products and convolutions; forward and backward together take three times those of the forward.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The set-up makes the settings final, then named stages build what trains, one af
 can be checked is checked before the first file is written.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence

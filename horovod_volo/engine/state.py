@@ -1,7 +1,5 @@
 """The training state: everything that a step changes, and nothing that follows from the settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds a model by name: a registered one, or any classification model of timm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any

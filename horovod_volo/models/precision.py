@@ -1,7 +1,5 @@
 """Autocast to bf16 or fp16, TF32, and convolutions that the CPU computes wrongly."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ Evaluation adds half of the highest token logit to each class logit. An auxiliar
 trained would add noise, so evaluation leaves it out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ import fails because two operators are not declared. Declaring them makes the Py
 is all timm needs. To be removed when torchvision imports without its operators.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any

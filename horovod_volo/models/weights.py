@@ -4,8 +4,6 @@ Invariants: loading executes no code, and drops nothing silently. A parameter th
 unless it is allowed by name, or is a head of another number of classes, which is initialized.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

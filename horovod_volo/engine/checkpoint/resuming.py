@@ -3,8 +3,6 @@
 Its metadata hold the settings that a resumed run must share with the run that saved it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

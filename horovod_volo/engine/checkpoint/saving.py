@@ -5,8 +5,6 @@ Invariant: only a state that is finite, and equal on all ranks to the last bit, 
 which training cannot continue must not replace one from which it can.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence
