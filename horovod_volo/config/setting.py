@@ -103,8 +103,10 @@ class Setting:
                 value = list(map(float, text))
             elif isinstance(text, list):
                 value = self.joined.join(text)
-            else:
-                value = self.kind(text) if self.kind in (int, float) else _SPELLED.get(text, text)
+            elif self.kind in (int, float):
+                value = self.kind(text)
+            elif self.kind is not str:
+                value = _SPELLED.get(text, text)
         return self.checked(value, self.flag)
 
     def checked(self, value: Any, where: str) -> Any:
