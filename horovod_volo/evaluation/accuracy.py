@@ -1,12 +1,15 @@
 """Evaluate a network of classification on one rank or many: each rank predicts its part of the images."""
 
+from __future__ import annotations
+
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -49,9 +52,15 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
             done += len(batch.indices)
             progress(done, own)
     counts, predictions, _ = scores.gather(catalog, world)
-    accuracy = None if real is None else count_real(real, predictions)
-    rows = class_results(catalog.classes, catalog.targets, predictions)[: request.per_class]
-    result = AccuracyResult(request, model, crop_pct, catalog.source, counts, accuracy, rows)
+    result = AccuracyResult(
+        request=request,
+        model=model,
+        crop_pct=crop_pct,
+        data=catalog.source,
+        counts=counts,
+        real=None if real is None else count_real(real, predictions),
+        rows=class_results(catalog.classes, catalog.targets, predictions)[: request.per_class],
+    )
     bad = list(chain(*world.allgather_object(loader.bad_samples.new_messages())))
     return Evaluated(counts.metrics(), result.lines(), result.record(world.size), bad)
 
@@ -108,11 +117,15 @@ def _build_loader(
     resources: RankResources,
     world: World,
 ) -> EvalLoader:
-    # No number of damaged images ends the evaluation: the result names and counts them.
-    batch, decoder, limit = request.batch_size, request.image_decoder, len(catalog)
     return EvalLoader(
         catalog,
-        Data(batch_size=batch, image_decoder=decoder, bad_samples_limit=limit),
+        # No number of damaged images ends the evaluation: the result names and counts them.
+        Data(
+            batch_size=request.batch_size,
+            image_decoder=request.image_decoder,
+            bad_samples="skip",
+            bad_samples_limit=len(catalog),
+        ),
         image_size=model.image_side,
         crop_pct=crop_pct,
         crop_mode=model.crop_mode,
@@ -125,7 +138,8 @@ def _build_loader(
     )
 
 
-class AccuracyResult(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class AccuracyResult:
     """The result, the same on every rank."""
 
     request: Namespace

@@ -1,5 +1,7 @@
 """What the commands `evaluate` and `export` ask of a task, which registers its evaluation and its export."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable
