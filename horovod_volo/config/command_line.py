@@ -116,9 +116,8 @@ def build_parser() -> Parser:
 def parse(argv: list[str]) -> Request:
     """Parse a command line; `--help` and `--help-all` print and exit."""
     # The help shows what all other flags lead to.
-    flags = vars(
-        build_parser().parse_args(sorted(argv, key=lambda word: word in ("-h", "--help", "--help-all")))
-    )
+    words = sorted(argv, key=lambda word: word in ("-h", "--help", "--help-all"))
+    flags = vars(build_parser().parse_args(words))
     recipe_name, dry_run, ranks = (flags.pop(name) for name in ("recipe", "dry_run", "ranks"))
     config = build_config(recipe_name, flags)
     if unused := ", ".join(name for name in flags if name.startswith("--")):

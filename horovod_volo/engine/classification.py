@@ -1,7 +1,5 @@
 """Classification: the class of an image, learned from classes or from token labels."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -87,7 +85,7 @@ class Classification:
 
     def begin(
         self, config: Config, world: World, data: Images, resources: RankResources, network: nn.Module
-    ) -> ClassificationLearner:
+    ) -> "ClassificationLearner":
         if config.model.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").connect(network, world)
         return ClassificationLearner(config, world, data, resources, network)
