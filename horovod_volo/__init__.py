@@ -4,8 +4,6 @@ The names below are the Python interface (docs/python.md). Each is imported when
 the package imports neither torch nor Horovod.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ horovod-volo train DATA_DIR --recipe volo_d1
 horovodrun -np 8 horovod-volo evaluate DATA_DIR --weights runs/volo_d1
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from argparse import ArgumentParser

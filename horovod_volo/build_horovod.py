@@ -10,8 +10,6 @@ compiler, make, CMake, Open MPI, and for GPUs the nvcc of PyTorch's CUDA. Wheels
 Exit status: 0 done; 1 the build failed, and the last lines say why; 2 a mistake on the command line.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

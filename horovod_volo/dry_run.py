@@ -3,8 +3,6 @@
 It needs no GPU, no data and no other rank: the model is built on the meta device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ A plugin is a Python module that calls `register_model`, `register_loss`, `regis
 before the settings' names are looked up (docs/plugins.md).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,19 +22,9 @@ from horovod_volo.objective.loss import LossParts, register_loss
 from horovod_volo.optim.build import check_optimizer, register_optimizer
 from horovod_volo.optim.schedule import SCHEDULES, register_schedule
 
-__all__ = [
-    "Kind",
-    "LossParts",
-    "ModelSpec",
-    "Operation",
-    "operations",
-    "register_callback",
-    "register_loss",
-    "register_model",
-    "register_optimizer",
-    "register_rand_augment",
-    "register_schedule",
-]
+__all__ = ["Kind", "LossParts", "ModelSpec", "Operation", "operations", "register_callback"]
+__all__ += ["register_loss", "register_model", "register_optimizer", "register_rand_augment"]
+__all__ += ["register_schedule"]
 
 ENTRY_POINTS = "horovod_volo.plugins"
 BuildCallback = TypeVar("BuildCallback", bound=Callable[[], object])

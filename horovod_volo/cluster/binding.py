@@ -6,8 +6,6 @@ Each rank computes the choice for all ranks of its host, so that no CPUs overlap
 initialized yet. Nothing is changed here: `pinning.py` applies the result.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise

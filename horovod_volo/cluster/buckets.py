@@ -7,8 +7,6 @@ clipping and weight averages can therefore work on whole buckets.
 Invariant: once buckets are built, a parameter's `data` must not be replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from weakref import WeakMethod
 

@@ -5,8 +5,6 @@ Every rank calls the same methods in the same order. With one rank each method i
 not distinguish the two.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io

@@ -13,8 +13,6 @@ Invariants: a scale is a power of two, so that multiplying by it and dividing by
 measured before anything is clamped: it is finite only if all gradients of the bucket are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +77,7 @@ class Fp16Compression(NoCompression):
     The first step has no maximum yet (nor has a checkpoint without maxima): it sums in fp32.
     """
 
-    def __init__(self, *bucket: Any, scales: BucketScales, number: int) -> None:
+    def __init__(self, *bucket: Any, scales: "BucketScales", number: int) -> None:
         """Compress with the scale of bucket `number`; for the other arguments see `NoCompression`."""
         super().__init__(*bucket)
         self.buffer = torch.zeros_like(self.gradients, dtype=torch.float16)

@@ -3,8 +3,6 @@
 Imports the standard library alone, as the watchdog does.
 """
 
-from __future__ import annotations
-
 import mmap
 import signal
 import struct

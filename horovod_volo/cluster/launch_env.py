@@ -4,8 +4,6 @@ Under a launcher that Horovod does not recognise, it silently runs with one rank
 compares what is read here with what Horovod reports.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Invariant: only this process sends stop requests to the ranks, each once. So eve
 its own, which the Ctrl-C of a terminal does not reach.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

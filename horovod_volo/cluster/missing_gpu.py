@@ -1,7 +1,5 @@
 """Why PyTorch sees no GPU, with the remedy."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

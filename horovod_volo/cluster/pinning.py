@@ -4,25 +4,15 @@ Call this before any library starts threads or initializes CUDA: threads inherit
 thread that starts them. If the operating system refuses a binding, that is only a warning.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from horovod_volo.cluster import topology
 from horovod_volo.cluster.binding import Binding, LaunchedRank, plan_binding
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.cluster.topology import (
-    Host,
-    cpu_list,
-    cpu_ranges,
-    kernel_address,
-    list_gpus,
-    read_host,
-    read_text_or_empty,
-)
 
 # Names of the processes that start ranks.
 _LAUNCHERS = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy", "slurmstepd"}
@@ -58,8 +48,8 @@ def compute_threads(default: int) -> int:
 
 def plan_own_binding(mode: str = "none") -> Binding:
     """Return the binding of this rank; change nothing."""
-    launch, driver_gpus = read_launch_env(), list_gpus()
-    host = read_host(driver_gpus=driver_gpus)
+    launch, driver_gpus = read_launch_env(), topology.list_gpus()
+    host = topology.read_host(driver_gpus=driver_gpus)
     rank = LaunchedRank(
         local_rank=launch.local_rank,
         local_size=launch.local_size,
@@ -71,7 +61,7 @@ def plan_own_binding(mode: str = "none") -> Binding:
 
 
 def visible_gpus(
-    host: Host, driver_gpus: Sequence[tuple[str, str]], setting: str | None
+    host: topology.Host, driver_gpus: Sequence[tuple[str, str]], setting: str | None
 ) -> tuple[int, ...] | None:
     """Return the indices of the host's GPUs that CUDA shows to this process; None: all.
 
@@ -82,12 +72,12 @@ def visible_gpus(
     if shown is driver_gpus and len(driver_gpus) == len(host.gpus):
         return None
     names = [gpu.name for gpu in host.gpus]
-    return tuple(names.index(kernel_address(address)) for address, _ in shown)
+    return tuple(names.index(topology.kernel_address(address)) for address, _ in shown)
 
 
 def count_gpus() -> int:
     """Return the number of GPUs that CUDA shows to this process; of MIG devices, it shows one."""
-    setting, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), list_gpus()
+    setting, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), topology.list_gpus()
     if setting is None:
         return len(gpus)
     return 1 if "MIG-" in setting else sum(1 for _ in _selected(gpus, setting))
@@ -113,10 +103,10 @@ def ranks_bound_by_launcher(
     The count is 1 where each rank has a core or a slice of the host, and more where ranks share a socket.
     """
     process = _status(proc / "self")
-    own = len(cpu_list(process.get("Cpus_allowed_list", "")))
+    own = len(topology.cpu_list(process.get("Cpus_allowed_list", "")))
     while process := _status(proc / process.get("PPid", "0")):
         if process["Name"].partition(".")[0] in _LAUNCHERS:
-            of_launcher = len(cpu_list(process["Cpus_allowed_list"]))
+            of_launcher = len(topology.cpu_list(process["Cpus_allowed_list"]))
             # slurmstepd itself is not confined to the CPUs of its job.
             of_launcher = min(of_launcher, int(environment.get("SLURM_CPUS_ON_NODE", of_launcher)))
             return math.ceil(local_size * own / of_launcher) if own < of_launcher else 0
@@ -125,7 +115,7 @@ def ranks_bound_by_launcher(
 
 def _status(process: Path) -> dict[str, str]:
     """Return the fields of a process's status; nothing if there is no such process."""
-    lines = read_text_or_empty(process / "status").splitlines()
+    lines = topology.read_text_or_empty(process / "status").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
@@ -140,7 +130,7 @@ def _apply(binding: Binding) -> list[str]:
         except ProcessLookupError:
             continue  # the thread has ended
         except OSError as error:
-            problems.append(f"cannot bind to CPUs {cpu_ranges(binding.cpus)}: {error.strerror}")
+            problems.append(f"cannot bind to CPUs {topology.cpu_ranges(binding.cpus)}: {error.strerror}")
     return list(dict.fromkeys(problems))  # each once
 
 

@@ -7,8 +7,6 @@ Batch-norm statistics are averaged too. Between steps each `grad` is None, so th
 earlier gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ the slices of parameters in the shard, and an allgather of the shards gives ever
 slice may start or end within a parameter, so this works only for element-wise optimizers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -31,7 +29,9 @@ class ShardedReducer(Reducer):
     def _local_parameters(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         self._shards = [OptimizerShard(bucket, self._world) for bucket in self.buckets]
         if not any(shard.spans for shard in self._shards):  # an optimizer needs a parameter
-            self._shards[-1].add_padding()
+            # The last shard is padding, which stays 0: it counts as a slice of its last parameter.
+            padding = self._shards[-1]
+            padding.spans[padding.parameters[-1]] = slice(None)
         slices = {name: part for shard in self._shards for name, part in shard.parameter_slices().items()}
         return {name: slices[name] for name in parameters if name in slices}
 
@@ -119,10 +119,6 @@ class OptimizerShard:
             start, end = max(offset, 0), min(offset + parameter.numel(), length)
             if start < end:
                 self.spans[name] = slice(start, end)
-
-    def add_padding(self) -> None:
-        """Take the padding of which the shard consists for a slice of the last parameter. It stays 0."""
-        self.spans[self.parameters[-1]] = slice(None)
 
     def parameter_slices(self) -> dict[str, Parameter]:
         """Return this rank's slices of parameters, with their gradients."""

@@ -6,8 +6,6 @@ that its loss or a gradient is not finite. On a GPU the host need not wait for t
 one step later, and the device itself skips the update. A single rank on a GPU has nothing to agree on.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ inside Horovod, where Python runs no handler. So a thread prints the line, ends 
 the main thread does not end in time, the process. Training has its own handler, `engine/interrupts.py`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -88,7 +86,7 @@ class _EndOnSignal:
             sys.unraisablehook = self._ignore
             raise StopSignal
 
-    def _ignore(self, raised: sys.UnraisableHookArgs) -> None:
+    def _ignore(self, raised: "sys.UnraisableHookArgs") -> None:
         """Print nothing where Python cannot raise an exception, but interrupt the main thread again."""
         if raised.exc_type is StopSignal:
             self._lost.set()

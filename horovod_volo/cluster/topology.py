@@ -5,8 +5,6 @@ No torch and no CUDA: this is read before anything that starts threads is import
 in a container or a virtual machine, leave the corresponding fields empty or unknown.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

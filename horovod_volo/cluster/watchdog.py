@@ -5,8 +5,6 @@ folder, and kills the rank. One of them names the ranks that the others waited f
 change, only those ranks are killed, and the others go on without them.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import mmap

@@ -4,8 +4,6 @@ Neither Python's lock nor a collective that never ends keeps it from reading the
 that both share. It imports the standard library alone, so that it takes milliseconds and a few MB.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The command-line parser of all commands, and the flags of settings."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable
@@ -51,10 +49,8 @@ _WITHOUT_EFFECT = (
 
 def hint(flag: str) -> str:
     """Return what takes the place of a flag of other trainers and launchers, or an empty string."""
-    answers = (
-        answer for flags, answer in _FOREIGN.items() for each in flags.split() if fnmatchcase(flag, each)
-    )
-    return next(answers, "")
+    answers = {each: answer for flags, answer in _FOREIGN.items() for each in flags.split()}
+    return next((answer for each, answer in answers.items() if fnmatchcase(flag, each)), "")
 
 
 class Parser(argparse.ArgumentParser):

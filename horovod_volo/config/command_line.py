@@ -3,8 +3,6 @@
 Without a recipe, the defaults of the model's family override the schema's, of which the parser is built.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -105,13 +103,9 @@ def build_parser() -> Parser:
     add("--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}")
     add("--dry-run", action="store_true", help="print settings, batch, steps, memory and traffic, and stop")
     add_ranks(parser, "; with --dry-run: ranks to assume")
-    scratch: dict[str, Any] = {
-        "dest": "finetune",
-        "action": "store_const",
-        "const": "",
-        "default": argparse.SUPPRESS,
-    }
-    add("--from-scratch", help="start from random weights, not from published ones: --finetune ''", **scratch)
+    scratch: dict[str, Any] = {"dest": "finetune", "action": "store_const", "default": argparse.SUPPRESS}
+    text = "start from random weights, not from published ones: --finetune ''"
+    add("--from-scratch", const="", help=text, **scratch)
     sections = {name: parser.add_argument_group(table.__doc__) for name, table in group_types().items()}
     for setting in all_settings():
         add_flag(sections[setting.group], setting, required=False)
@@ -122,9 +116,8 @@ def build_parser() -> Parser:
 def parse(argv: list[str]) -> Request:
     """Parse a command line; `--help` and `--help-all` print and exit."""
     # The help shows what all other flags lead to.
-    flags = vars(
-        build_parser().parse_args(sorted(argv, key=lambda word: word in ("-h", "--help", "--help-all")))
-    )
+    words = sorted(argv, key=lambda word: word in ("-h", "--help", "--help-all"))
+    flags = vars(build_parser().parse_args(words))
     recipe_name, dry_run, ranks = (flags.pop(name) for name in ("recipe", "dry_run", "ranks"))
     config = build_config(recipe_name, flags)
     if unused := ", ".join(name for name in flags if name.startswith("--")):

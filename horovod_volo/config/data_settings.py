@@ -1,7 +1,5 @@
 """Settings of images and augmentation: a part of the schema."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Batches, steps and learning rates that follow from settings, ranks and images; none of them is stored."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from horovod_volo.config.schema import Config

@@ -3,8 +3,6 @@
 The table [published] of a recipe holds its published result, and the settings that result needs.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A field's name is its key in a recipe and, with dashes, its flag on the command 
 Names are unique over all groups, so flags need no prefix.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, get_origin, get_type_hints

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from ast import literal_eval
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -90,23 +91,23 @@ class Setting:
 
     def from_text(self, text: str | list[str]) -> Any:
         """Convert and check a command-line value; that of several numbers is a list of texts."""
-        kind = float if self.count else self.kind
-        if kind not in (int, float):
-            text = self.joined.join(text) if isinstance(text, list) else _SPELLED.get(text, text)
-            return self.checked(text, self.flag)
-        if isinstance(text, list) and not self.count:  # timm's --input-size
+        if isinstance(text, list) and self.kind is int:  # timm's --input-size
             channels, text, width = text
             if channels != "3" or text != width:
                 raise UserError(
                     f"Images are squares of three channels: {self.flag} N, or --input-size 3 N N."
                 )
-        numbers = []
-        for word in [text] if isinstance(text, str) else text:
-            try:
-                numbers.append(kind(word))
-            except ValueError:
-                raise UserError(f"{self.flag} takes {_KINDS[kind]}, not {word!r}.") from None
-        return self.checked(numbers if self.count else numbers[0], self.flag)
+        value: Any = text
+        with suppress(ValueError):  # `checked` says what it takes
+            if self.count:
+                value = list(map(float, text))
+            elif isinstance(text, list):
+                value = self.joined.join(text)
+            elif self.kind in (int, float):
+                value = self.kind(text)
+            elif self.kind is not str:
+                value = _SPELLED.get(text, text)
+        return self.checked(value, self.flag)
 
     def checked(self, value: Any, where: str) -> Any:
         """Return a value in the setting's type, or raise UserError; a float may be a whole number."""

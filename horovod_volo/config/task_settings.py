@@ -1,7 +1,5 @@
 """Settings of what is learned, of classification and of the dense tasks: a part of the schema."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

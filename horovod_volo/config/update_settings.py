@@ -1,7 +1,5 @@
 """Settings of the optimizer, the schedule and the gradient exchange: a part of the schema."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal

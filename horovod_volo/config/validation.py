@@ -4,9 +4,7 @@ The schema declares what a setting needs and excludes, and when it has no effect
 settings at once is here.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,20 +14,15 @@ from horovod_volo.config.setting import keyword_arguments, shown
 from horovod_volo.config.update_settings import milestones
 from horovod_volo.core.errors import UserError
 
-# Conditions of the schema that are about more than whether flags are set.
-CONDITIONS: Mapping[str, Callable[[Config], object]] = {
-    "without shards on a server": lambda config: "://" not in config.data.data_dir,
-}
+NO_SERVER = "without shards on a server"  # the only condition of the schema about the value of a flag
 
 
 def holds(condition: str, config: Config, facts: Collection[str] = ()) -> bool:
-    """Return whether a condition is one of `facts`, or one of CONDITIONS that holds, or one about flags that
-    does, such as "without --mixup or --cutmix".
-    """
+    """Return whether a condition is one of `facts`, or holds, such as "without --mixup or --cutmix"."""
     if condition in FACTS:
         return condition in facts
-    if condition in CONDITIONS:
-        return bool(CONDITIONS[condition](config))
+    if condition == NO_SERVER:
+        return "://" not in config.data.data_dir
     word, _, flags = condition.partition(" ")
     return any(is_set(flag, config) for flag in flags.split(" or ")) == (word == "with")
 

@@ -4,8 +4,6 @@ Readers see the old file, the new file or none, never a part of one. The tempora
 processes may write the same path at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 Rounding follows the evaluation transforms of timm and torchvision, which published accuracies depend on.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Versions of Python, packages and this code. Never environment variables, which may hold secrets."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import subprocess
@@ -13,17 +11,7 @@ from horovod_volo.core.atomic_file import file_sha256
 
 PACKAGE = Path(__file__).parents[1]
 _CODE = (".py", ".toml")
-_PACKAGES = (
-    "torch",
-    "horovod",
-    "timm",
-    "torchvision",
-    "nvidia-dali-cuda120",
-    "nvidia-dali-cuda130",
-    "tensorboard",
-    "numpy",
-    "pillow",
-)
+_PACKAGES = "torch horovod timm torchvision nvidia-dali-cuda120 nvidia-dali-cuda130 tensorboard numpy pillow"
 
 
 def collect_environment() -> dict[str, Any]:
@@ -33,7 +21,7 @@ def collect_environment() -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that results depend on."""
-    return {name: _version(name) for name in _PACKAGES}
+    return {name: _version(name) for name in _PACKAGES.split()}
 
 
 def code_hashes(package: Path) -> dict[str, str]:

@@ -4,8 +4,6 @@ Entry points print a UserError's text without a traceback and exit with status 2
 what is wrong, where, and what to type instead.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable, Sequence

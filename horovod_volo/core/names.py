@@ -6,8 +6,6 @@ plugin does. Without its folder, the name is refused, and all else works. So do 
 of the core itself: a run imports those that it uses.
 """
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Iterable

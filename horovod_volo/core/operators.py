@@ -4,8 +4,6 @@ The extra `kernels` registers them and chooses (kernels/choice.py). The choice h
 which trains one model; until it is made, and without the extra, PyTorch's operators are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args

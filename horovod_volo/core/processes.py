@@ -1,7 +1,5 @@
 """Ties a process to the one that started it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -7,8 +7,6 @@ Invariant: a number depends on its purpose and its counters alone. Each purpose 
 same counters. Changing a purpose's value or the hash changes the draws of all runs.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum, unique
 from typing import Any
 

@@ -7,8 +7,6 @@ waits until all are there. Horovod's question then goes to a small server in thi
 answer and passes all other requests on to the driver.
 """
 
-from __future__ import annotations
-
 import http.client
 import os
 import socket

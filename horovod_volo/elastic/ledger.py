@@ -8,8 +8,6 @@ were trained again, because the run went on from an earlier checkpoint, count as
 earlier one nothing is left in the weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import deque

@@ -5,8 +5,6 @@ so some ranks may have completed one that others have not; then all go on from t
 that step is missing in it, and no other step is lost.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import Counter

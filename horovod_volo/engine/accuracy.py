@@ -5,8 +5,6 @@ confusions.json in the run folder says what the worst classes are taken for, and
 depends on nothing but the predictions of all images.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple

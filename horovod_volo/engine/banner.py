@@ -2,8 +2,6 @@
 of its recipe and its hyperparameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import indent
 

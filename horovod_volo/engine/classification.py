@@ -1,7 +1,5 @@
 """Classification: the class of an image, learned from classes or from token labels."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,25 +18,11 @@ from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
+from horovod_volo.engine import open_settings
 from horovod_volo.engine.accuracy import CONFUSIONS, Confusions, ImageScores, find_confusions
 from horovod_volo.engine.classification_data import Images, count_images, map_geometry, read_images
-from horovod_volo.engine.open_settings import (
-    choose_settings,
-    device_facts,
-    fit_to_model,
-    with_token_size_warning,
-)
 from horovod_volo.engine.task import Beat, Learner, Metrics, Network, Task, drop_path_seed
-from horovod_volo.models.build import (
-    Forward,
-    build_model,
-    check_model,
-    linear_head,
-    our_name,
-    spec_of,
-    tokens_per_side,
-    training_forward,
-)
+from horovod_volo.models import build
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.registry import NORMS_OVER_RANKS
 from horovod_volo.models.timm_api import why_missing
@@ -55,18 +39,19 @@ class Classification:
     scores = ("top1", "top5")
 
     def complete(self, config: Config) -> Config:
-        check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
+        build.check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
         if config.model.sync_bn == "heads":
             raise UserError("--sync-bn heads is for segmentation and detection. Use --sync-bn all, or none.")
         LOSSES.find(config.objective.loss)
         if config.data.aa:
             parse_policy(config.data.aa)
         map_geometry(config)
-        fitting = fit_to_model(config)
-        return fitting if fitting.chooses_model else with_token_size_warning(fitting)
+        fitting = open_settings.fit_to_model(config)
+        return fitting if fitting.chooses_model else open_settings.with_token_size_warning(fitting)
 
     def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
-        return self.complete(choose_settings(config, images, ranks, device_facts(device), why_missing))
+        facts = open_settings.device_facts(device)
+        return self.complete(open_settings.choose_settings(config, images, ranks, facts, why_missing))
 
     def read(self, config: Config, world: World) -> Images:
         return read_images(config, world)
@@ -76,7 +61,7 @@ class Classification:
 
     def build(self, config: Config, num_classes: int) -> Network:
         settings = config.model
-        network = build_model(
+        network = build.build_model(
             settings.model,
             img_size=settings.img_size,
             num_classes=num_classes,
@@ -87,20 +72,20 @@ class Classification:
             head_init_scale=settings.head_init_scale,
         )
         if settings.fit_head:
-            linear_head(network, spec_of(settings.model).heads)
+            build.linear_head(network, build.spec_of(settings.model).heads)
         if settings.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").synchronize(network)
-        forward = training_forward(network)
+        forward = build.training_forward(network)
         return Network(
             network,
-            heads=spec_of(settings.model).heads,
+            heads=build.spec_of(settings.model).heads,
             training_forward=lambda images: forward(images, lambda tokens: tokens, 0),
             load_weights=partial(_load_weights, network, config),
         )
 
     def begin(
         self, config: Config, world: World, data: Images, resources: RankResources, network: nn.Module
-    ) -> ClassificationLearner:
+    ) -> "ClassificationLearner":
         if config.model.sync_bn == "all":
             NORMS_OVER_RANKS.find("all").connect(network, world)
         return ClassificationLearner(config, world, data, resources, network)
@@ -120,7 +105,7 @@ def _load_weights(network: nn.Module, config: Config, source: str) -> list[str]:
     settings = config.model
     weights, which = read_weights(source, use_ema=settings.use_ema)
     mismatches = load_weights(
-        network, our_name(settings.model), weights, source, allowed=settings.allow_mismatch
+        network, build.our_name(settings.model), weights, source, allowed=settings.allow_mismatch
     )
     colors = finetune_warnings(source, config.data, settings.model)
     return [*which, *mismatches, *colors]
@@ -147,8 +132,8 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         self.train_loader, self.build_eval_loader = build_loaders(config, world, images, resources)
         self.eval_loader = self.build_eval_loader(images.held_out)
         self.bad_held_out = self.eval_loader.bad_samples
-        self.network_forward: Forward = training_forward(network)
-        side = tokens_per_side(config.model.model, config.model.img_size)
+        self.network_forward = build.training_forward(network)
+        side = build.tokens_per_side(config.model.model, config.model.img_size)
         self.criterion: Loss = build_loss(config.objective, len(images.train.classes), side)
         self.mix = build_mix(config, world)  # mix(step, micro-batch)
         self.autocast = autocast(config.model.precision, resources.device)
@@ -206,7 +191,7 @@ def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
     """Return MixToken, mixup/CutMix or no mixing as a function of the step and the micro-batch's number."""
     seed, objective = config.run.seed, config.objective
     if objective.mix_token:
-        side = tokens_per_side(config.model.model, config.model.img_size)
+        side = build.tokens_per_side(config.model.model, config.model.img_size)
         return lambda step, number: draw_box(seed, step, world.rank, number, side)
     if objective.mixup or objective.cutmix:
         pixels = config.model.img_size
@@ -218,7 +203,7 @@ def build_loaders(
     config: Config, world: World, images: Images, resources: RankResources
 ) -> tuple[TrainLoader, Callable[[Catalog], EvalLoader]]:
     """Build this rank's loader for training, and a function that builds one for evaluation on a list."""
-    data, spec = config.data, spec_of(config.model.model)
+    data, spec = config.data, build.spec_of(config.model.model)
     common: dict[str, Any] = {
         "image_size": config.model.img_size,
         "rank": world.rank,
@@ -228,16 +213,9 @@ def build_loaders(
         "normalization": Normalization(*statistics_of_run(data, config.model.model)),
     }
     seed, accumulation = config.run.seed, config.update.accumulation
-    return (
-        TrainLoader(images.train, images.label_maps, data, seed=seed, accumulation=accumulation, **common),
-        partial(
-            EvalLoader,
-            settings=data,
-            crop_pct=data.crop_pct or spec.crop_pct,
-            interpolation=spec.interpolation,
-            **common,
-        ),
-    )
+    train = TrainLoader(images.train, images.label_maps, data, seed=seed, accumulation=accumulation, **common)
+    crop, interpolation = data.crop_pct or spec.crop_pct, spec.interpolation
+    return train, partial(EvalLoader, settings=data, crop_pct=crop, interpolation=interpolation, **common)
 
 
 TASKS: Registry[Task] = Registry("task", "--task")

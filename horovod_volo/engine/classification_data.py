@@ -3,8 +3,6 @@
 Rank 0 writes a list of images, the other ranks open it. Training, evaluation and labelling use that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

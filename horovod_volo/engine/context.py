@@ -1,7 +1,5 @@
 """Everything that a training run uses on one rank, built once from its settings, the world and the state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field

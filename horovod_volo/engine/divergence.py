@@ -8,8 +8,6 @@ Also a state that differs between ranks, as a flipped bit in the memory of one m
 the last checkpoint, and trains the steps since then again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 

@@ -4,8 +4,6 @@ It is a multinomial logistic regression, whose L2 strength a fifth of these imag
 not depend on how the images are divided among ranks, up to rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from itertools import zip_longest

@@ -39,12 +39,10 @@ class StopRequest:
         Only the main thread can; in another one, signals do what they did.
         """
         request = cls()
-        if threading.current_thread() is not threading.main_thread():
-            yield request
-            return
-        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-        # A handler of None was not installed by Python, which could not restore it.
-        request._next = {number: each for number, each in handlers.items() if each is not None}
+        if threading.current_thread() is threading.main_thread():
+            handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+            # A handler of None was not installed by Python, which could not restore it.
+            request._next = {number: each for number, each in handlers.items() if each is not None}
         try:
             request._install(request._next)
             yield request

@@ -1,7 +1,5 @@
 """What is logged every --log-every steps: losses, speed, shares of time, memory, the spread over ranks."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from statistics import median_low

@@ -4,21 +4,12 @@ Every rank executes the same lines. An epoch's evaluation is saved after its che
 was killed between the two evaluates when it resumes.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from horovod_volo.cluster.collectives import HostsChangedError
-from horovod_volo.engine.checkpoint.saving import (
-    CorruptedError,
-    finish_checkpoint,
-    has_evaluation,
-    save_checkpoint,
-    save_evaluation,
-    stops_early,
-)
+from horovod_volo.engine.checkpoint import saving
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import note_outcome, train_again
 from horovod_volo.engine.head_fit import fit_head
@@ -41,7 +32,7 @@ def fit(context: TrainContext) -> bool:
         while True:
             try:
                 return train_epochs(context)
-            except CorruptedError as error:
+            except saving.CorruptedError as error:
                 train_again(context, error.ranks)
 
 
@@ -50,23 +41,24 @@ def train_epochs(context: TrainContext) -> bool:
     while True:
         evaluated = evaluation_due(context)
         if evaluated:
-            save_checkpoint(context)  # if ranks were formed again, or another run's checkpoint was resumed
+            # It saves if ranks were formed again, or another run's checkpoint was resumed.
+            saving.save_checkpoint(context)
             metrics = evaluate(context)
             log_bad_samples(context, context.learner.bad_held_out)
-            save_evaluation(context, metrics)
+            saving.save_evaluation(context, metrics)
             context.callbacks.evaluated(context, metrics)
             context.logger.log_pictures(context.state.step, "evaluation", context.learner.pictures)
             for name, content in context.learner.files(context.state.step).items():
                 context.logger.write_file(name, content)
-        if context.state.step == context.derived.total_steps or stops_early(context):
-            finish_checkpoint(context)
+        if context.state.step == context.derived.total_steps or saving.stops_early(context):
+            saving.finish_checkpoint(context)
             return True
         if evaluated and context.world.sum_over_ranks(context.stop.received) != [0]:  # of any rank
             return False
         finished = train_epoch(context)
-        save_checkpoint(context)
+        saving.save_checkpoint(context)
         if not finished:
-            finish_checkpoint(context)
+            saving.finish_checkpoint(context)
             return False
 
 
@@ -98,7 +90,7 @@ def train_epoch(context: TrainContext) -> bool:
         if stop or state.step == run.stop_at_step:
             return False
         if saves and not (context.progress.skipped_in_a_row or context.progress.futile_returns):
-            save_checkpoint(context)
+            saving.save_checkpoint(context)
     if context.progress.meter.micro_batches:
         log_point(context)
     return True
@@ -143,7 +135,7 @@ def evaluation_due(context: TrainContext) -> bool:
     if steps_over or (epochs_done == 0 and not context.config.model.fit_head):
         return False
     selected = epochs_done % context.config.run.eval_every == 0 or epochs_done == context.derived.epochs
-    return selected and not has_evaluation(context)
+    return selected and not saving.has_evaluation(context)
 
 
 @contextmanager

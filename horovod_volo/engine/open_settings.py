@@ -4,8 +4,6 @@ device: a network that starts from published weights or, where there are none, f
 Invariant: what a flag or a recipe sets is never changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The set-up makes the settings final, then named stages build what trains, one af
 can be checked is checked before the first file is written.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -37,10 +35,9 @@ from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restor
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.context import Plan, TrainContext, run_folder
-from horovod_volo.engine.cpu_runs import refuse_long_run, refuse_many_images
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
-from horovod_volo.engine.model_cost import count_cost
+from horovod_volo.engine.model_cost import count_cost, refuse_long_run, refuse_many_images
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState, build_state
 from horovod_volo.engine.task import Task

@@ -5,8 +5,6 @@ process was on this host since it was booted, otherwise when the file no longer 
 compared, because those of hosts and file servers differ.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The training state: everything that a step changes, and nothing that follows from the settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +14,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.engine.task import Task
-from horovod_volo.models.build import (
-    exempt_from_decay,
-    freeze,
-    hidden_matrices,
-    layer_numbers,
-    start_training,
-)
+from horovod_volo.models import build
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.models.registry import COMPILERS
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
@@ -105,8 +97,8 @@ def build_state(
     warnings: list[str] = []
     if finetune:
         warnings = [f"weights from {finetune}", *network.load_weights(finetune)]
-    freeze(model, settings.freeze, heads)
-    start_training(model.to(device))
+    build.freeze(model, settings.freeze, heads)
+    build.start_training(model.to(device))
     set_tf32(config.model.precision)
     fix_convolutions(model, config.model.precision, device)
     reducer = REDUCERS.find("sharded" if update.shard_optimizer else "whole")(
@@ -120,7 +112,7 @@ def build_state(
     matrices: set[str] = set()  # which the optimizer updates otherwise than other parameters
     if spec.matrix_state_keys:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        matrices = hidden_matrices(model, heads) & trained
+        matrices = build.hidden_matrices(model, heads) & trained
         if not matrices:
             raise UserError(
                 f"{settings.model} has no hidden matrices for --opt {update.opt}. Use --opt adamw."
@@ -128,9 +120,9 @@ def build_state(
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.local_parameters,
-        exempt=exempt_from_decay(model),
+        exempt=build.exempt_from_decay(model),
         weight_decay=update.weight_decay,
-        layers=layer_numbers(model) if update.layer_decay != 1.0 else {},
+        layers=build.layer_numbers(model) if update.layer_decay != 1.0 else {},
         layer_decay=update.layer_decay,
         matrices=matrices,
     )
@@ -143,11 +135,9 @@ def build_state(
         reducer.statistics.skip_on_device()
         if not scaler.is_enabled():
             optimizer.found_inf = reducer.statistics.found_inf  # type: ignore[attr-defined]
-    average = (
-        Ema(model, reducer.buckets, update.ema_decay, warmup=update.ema_warmup)
-        if update.ema_decay
-        else Average()
-    )
+    average = Average()
+    if update.ema_decay:
+        average = Ema(model, reducer.buckets, update.ema_decay, warmup=update.ema_warmup)
     if settings.compile:
         COMPILERS.find("inductor").compile_blocks(model)
     return TrainState(model, heads, reducer, optimizer, spec.state_keys, average, scaler), warnings

@@ -9,8 +9,6 @@ rank is not finite. What they agreed on is among the `outcomes` of `state.reduce
 GPUs one step later, so that the host does not wait for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from horovod_volo.engine.context import TrainContext

@@ -3,8 +3,6 @@
 Nothing is changed by it, and it does not wait for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -5,8 +5,6 @@ data, a network, the losses of a micro-batch and an evaluation.
 part of the run on one rank, a `Learner`. docs/CONTRIBUTING.md says what another task would bring.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Accuracy and predictions of trained networks, and the flags by which commands choose a network."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from horovod_volo.config.schema import setting_of_training

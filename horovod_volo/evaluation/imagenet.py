@@ -7,8 +7,6 @@ V2 has no splits, and its class folders are named by class numbers. Other catalo
 where "10" is before "2".
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

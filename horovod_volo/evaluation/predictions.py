@@ -3,8 +3,6 @@
 Invariant: the pixels are those of an evaluation up to rounding: the same resizing, crops and mean.
 """
 
-from __future__ import annotations
-
 import html
 import os
 from collections.abc import Iterator, Sequence

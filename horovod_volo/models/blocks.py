@@ -8,8 +8,6 @@ this probability. The number of images that keep it is the expected one, rounded
 all ranks have equal work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Builds a model by name: a registered one, or any classification model of timm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -14,17 +12,9 @@ from torch.nn.modules.conv import _ConvNd
 from horovod_volo.config.setting import keyword_arguments
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
-from horovod_volo.models import volo  # noqa: F401  # registers its models
+from horovod_volo.models import timm_api
 from horovod_volo.models.registry import MODELS, ModelSpec, TokenModel, registered_model
-from horovod_volo.models.timm_api import (
-    adapted_by_timm,
-    create_model,
-    get_pretrained_cfg,
-    group_parameters,
-    is_model,
-    list_models,
-)
-from horovod_volo.models.volo import TokenSwap
+from horovod_volo.models.volo import TokenSwap  # this registers VOLO
 
 _IMAGE_CHANNELS = 3
 _BACKBONE = "backbone"  # of --freeze
@@ -39,12 +29,12 @@ def spec_of(name: str) -> ModelSpec:
     spec = registered_model(name)
     if spec is not None:
         return spec
-    if is_model(name):
+    if timm_api.is_model(name):
         return _timm_spec(name)
     ours = MODELS.names()
     raise UserError(
-        f"There is no model {name!r}.{nearest(name, [*ours, *list_models()])} Models: {', '.join(ours)}, and "
-        "timm's. A model of your own needs --plugin."
+        f"There is no model {name!r}.{nearest(name, [*ours, *timm_api.list_models()])} Models: "
+        f"{', '.join(ours)}, and timm's. A model of your own needs --plugin."
     )
 
 
@@ -112,7 +102,7 @@ def build_model(
 
 
 def _timm_spec(name: str) -> ModelSpec:
-    published = get_pretrained_cfg(name)
+    published = timm_api.get_pretrained_cfg(name)
     build = partial(_build_timm, name)
     if published is None:
         return ModelSpec(name, build, heads=("head", "aux_head"))
@@ -127,7 +117,7 @@ def _timm_spec(name: str) -> ModelSpec:
         mean=published.mean,
         std=published.std,
         interpolation="bilinear" if published.interpolation == "bilinear" else "bicubic",
-        adapt_weights=adapted_by_timm,
+        adapt_weights=timm_api.adapted_by_timm,
     )
 
 
@@ -141,13 +131,13 @@ def _build_timm(
     **arguments: Any,
 ) -> nn.Module:
     settings: dict[str, Any] = {"num_classes": num_classes}
-    published = get_pretrained_cfg(name)
+    published = timm_api.get_pretrained_cfg(name)
     if published is not None and published.fixed_input_size:  # other constructors take no image size
         settings["img_size"] = img_size
     if drop_path:
         settings["drop_path_rate"] = drop_path
     try:
-        model: nn.Module = create_model(name, **settings | arguments)
+        model: nn.Module = timm_api.create_model(name, **settings | arguments)
     except TypeError as error:  # a timm constructor names the argument that it does not take
         raise UserError(f"timm does not build {name} with these settings: {error}.") from None
     except AssertionError as error:
@@ -226,7 +216,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         raise UserError(
             f"{type(model).__name__} has no group_matcher to number its layers. Drop --layer-decay."
         )
-    numbers: dict[str, int] = group_parameters(model, match(coarse=False), reverse=True)
+    numbers: dict[str, int] = timm_api.group_parameters(model, match(coarse=False), reverse=True)
     return numbers
 
 

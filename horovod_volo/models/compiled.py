@@ -4,8 +4,6 @@ Each block is compiled separately, not the model as a whole: gradients are then 
 allreduce of a bucket overlaps with the backward of the blocks below. Evaluation runs the blocks uncompiled.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

@@ -4,8 +4,6 @@ Residual branches are divided by a constant. Modules and parameters have the pub
 published checkpoints load.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ which are exact; adaptive average pooling, which has gathers too, as products wi
 evaluation the logits equal those of the trained model.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

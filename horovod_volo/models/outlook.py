@@ -5,8 +5,6 @@ timm's. timm unfolds the windows in memory and folds them; here, CPUs and GPUs e
 neither. Invariant: both operators agree with `plain_outlook`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Autocast to bf16 or fp16, TF32, and convolutions that the CPU computes wrongly."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 
@@ -32,12 +30,8 @@ def precision_warnings(precision: str, device: torch.device) -> list[str]:
         return ["a CPU computes --precision tf32 in fp32"]
     if not hasattr(torch.cpu, "get_capabilities"):  # torch before 2.11: not known
         return []
-    supports = torch.cpu.get_capabilities()
-    if (
-        supports["architecture"] != "x86_64"
-        or supports[f"avx512_{precision}"]
-        or supports[f"amx_{precision}"]
-    ):
+    supports, units = torch.cpu.get_capabilities(), (f"avx512_{precision}", f"amx_{precision}")
+    if supports["architecture"] != "x86_64" or any(supports[unit] for unit in units):
         return []
     return [f"this CPU emulates {precision} in fp32, which is many times slower: use --precision fp32"]
 

@@ -4,8 +4,6 @@ Evaluation adds half of the highest token logit to each class logit. An auxiliar
 trained would add noise, so evaluation leaves it out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,19 +94,9 @@ def load_pretrained(
     network = build_model(name, **sizes, aux_head=not without, model_kwargs=kwargs)
     messages += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
+    pixels, names = (*statistics, published.interpolation), read_class_names(source)
     return PretrainedModel(
-        network,
-        name,
-        side,
-        classes,
-        crop_pct,
-        statistics.mean,
-        statistics.std,
-        published.interpolation,
-        messages,
-        read_class_names(source),
-        crop_mode,
-        kwargs,
+        network, name, side, classes, crop_pct, *pixels, messages, names, crop_mode, kwargs
     )
 
 

@@ -4,8 +4,6 @@ A family of models is one file that ends with `register_model`, and its names in
 `register_model` in its own module. A name that is not registered is one of timm's (models/build.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable

@@ -9,8 +9,6 @@ Invariant: all ranks run the same layers in the same order. A forward that is re
 activation checkpointing, takes the statistics of the first one: it exchanges nothing and moves no averages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 

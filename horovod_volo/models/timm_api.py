@@ -5,8 +5,6 @@ import fails because two operators are not declared. Declaring them makes the Py
 is all timm needs. To be removed when torchvision imports without its operators.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,18 +30,9 @@ from timm.models import group_parameters
 from timm.models.volo import VOLO
 
 # Imported from here by other modules.
-__all__ = [
-    "IMAGENET_DEFAULT_MEAN",
-    "IMAGENET_DEFAULT_STD",
-    "VOLO",
-    "create_model",
-    "get_pretrained_cfg",
-    "group_parameters",
-    "is_model",
-    "list_models",
-    "resample_abs_pos_embed",
-    "resample_abs_pos_embed_nhwc",
-]
+__all__ = ["IMAGENET_DEFAULT_MEAN", "IMAGENET_DEFAULT_STD", "VOLO", "create_model", "get_pretrained_cfg"]
+__all__ += ["group_parameters", "is_model", "list_models"]
+__all__ += ["resample_abs_pos_embed", "resample_abs_pos_embed_nhwc"]
 
 
 def allow_posterize_to_no_bits() -> None:

@@ -3,8 +3,6 @@
 Invariant: timm's model of the folder gives the same logits up to rounding; `timm_difference` measures that.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import uuid

@@ -6,8 +6,6 @@ Tokens are swapped between the stem and the blocks of models/blocks.py, and swap
 head. Parameter names and the results of evaluation are timm's, so checkpoints are interchangeable.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ Invariants: loading executes no code, and drops nothing silently. A parameter th
 unless it is allowed by name, or is a head of another number of classes, which is initialized.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence
@@ -137,24 +135,20 @@ def read_weights(source: str, *, use_ema: bool = False) -> Weights:
         raw, averaged = file.name, _EMA_FILE if is_ours and file.with_name(_EMA_FILE).is_file() else ""
     else:
         content = _read(file)
-        raw, averaged = (
-            next(
-                (key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), ""
-            )
-            for keys in (_RAW_KEYS, _EMA_KEYS)
-        )
+        parts = content if isinstance(content, dict) else {}
+        found = [key for key, part in parts.items() if isinstance(part, dict)]
+        raw, averaged = (next((key for key in keys if key in found), "") for keys in (_RAW_KEYS, _EMA_KEYS))
     if use_ema and not averaged:
         raise _no_ema(source)
     chosen = averaged if use_ema else raw or averaged
     if file.suffix == ".safetensors":
         file = file.with_name(chosen)
         _check_checksum(file)
-        tensors = _read(file)
-        _check_tensors(tensors, file)
+        state = _read(file)
     else:
         state = content[chosen] if chosen else content
-        _check_tensors(state, file)
-        tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    _check_tensors(state, file)
+    tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     messages = _without_best(Path(source), file)
     if averaged:
         ema = f"averaged weights (EMA, {averaged})"
@@ -164,11 +158,11 @@ def read_weights(source: str, *, use_ema: bool = False) -> Weights:
 
 def _check_tensors(state: Any, file: Path) -> None:
     """Raise UserError unless all values are dense tensors of floating-point numbers, or of counts."""
-    if not isinstance(state, dict):
-        raise _no_state_dict(file)
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
+    ):
+        raise UserError(f"{file} holds no state_dict(). Save that of a model in it.")
     for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise _no_state_dict(file)
         is_dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta)
         if not is_dense or not (tensor.is_floating_point() or tensor.dtype == torch.int64):
             raise UserError(
@@ -212,10 +206,6 @@ def _read(file: Path) -> Any:
             f"{file} cannot be read as weights ({type(error).__name__}): it is damaged, or holds "
             "objects other than tensors, which are never loaded."
         ) from None
-
-
-def _no_state_dict(file: Path) -> UserError:
-    return UserError(f"{file} holds no state_dict(). Save that of a model in it.")
 
 
 def _no_ema(source: str) -> UserError:

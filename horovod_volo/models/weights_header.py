@@ -5,8 +5,6 @@ They are in the header of the safetensors files of checkpoints and exports, besi
 they travel with the weights. Statistics are the model's own, unless the settings of its run say otherwise.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -122,7 +122,7 @@ def test_a_run_for_gpus_is_refused_once(images, tmp_path, capsys):
 )
 def test_auto_is_a_rank_for_each_visible_gpu(monkeypatch, setting, gpus):
     listed = [(f"00000000:{number:02}:00.0", f"GPU-{name}") for number, name in enumerate("abcd")]
-    monkeypatch.setattr(pinning, "list_gpus", lambda: listed)
+    monkeypatch.setattr(pinning.topology, "list_gpus", lambda: listed)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if setting is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)

@@ -155,6 +155,7 @@ def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(
         ("--model-ema-decay 0.5 --model-ema", "ema_decay", 0.5),
         ("--model-ema", "ema_decay", 0.99992),
         ("--amp-dtype bfloat16 --amp", "precision", "bf16"),
+        ("--name float16", "name", "float16"),
         ("--sync-bn", "sync_bn", "all"),
         ("-vb 7", "eval_batch_size", 7),
         ("--sched-on-updates", "lr_changes", "step"),

@@ -11,8 +11,7 @@ import torch
 from horovod_volo.config.recipe import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.engine.cpu_runs import refuse_long_run
-from horovod_volo.engine.model_cost import PASSES, count_cost
+from horovod_volo.engine.model_cost import PASSES, count_cost, refuse_long_run
 from horovod_volo.engine.task import Network
 from horovod_volo.monitor.meters import peak_flops
 

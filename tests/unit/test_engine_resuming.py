@@ -19,7 +19,7 @@ from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.engine import loop
 from horovod_volo.engine.callbacks import Callbacks, standard_callbacks
-from horovod_volo.engine.checkpoint import saving
+from horovod_volo.engine.checkpoint import files, saving
 from horovod_volo.engine.checkpoint.files import (
     CHECKPOINTS,
     CheckpointWriter,
@@ -194,7 +194,7 @@ def steps_of(context: TrainContext) -> list[str]:
 def test_steps_go_on_and_do_not_change_what_is_written(
     context: TrainContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release, write = threading.Event(), saving.write_checkpoint
+    release, write = threading.Event(), files.write_checkpoint
     began: list[int] = []
 
     def write_later(folder: Path, step: int, *arguments: Any, **named: Any) -> Path:
@@ -213,7 +213,7 @@ def test_steps_go_on_and_do_not_change_what_is_written(
             assert steps_of(context) == []
             release.set()
 
-    monkeypatch.setattr(saving, "write_checkpoint", write_later)
+    monkeypatch.setattr(files, "write_checkpoint", write_later)
     monkeypatch.setattr(loop, "train_step", observed_step)
     assert loop.fit(context)
     assert began == [2, 4]
@@ -242,7 +242,7 @@ def test_a_failure_ends_the_run_at_the_next_log_point(
                 context.checkpoints._writing.result(timeout=60)  # type: ignore[union-attr]
         take_step(*arguments)
 
-    monkeypatch.setattr(saving, "write_checkpoint", fail)
+    monkeypatch.setattr(files, "write_checkpoint", fail)
     monkeypatch.setattr(loop, "train_step", step_after_failure)
     with pytest.raises(UserError, match="the disk is full"):
         loop.fit(context)

@@ -9,8 +9,6 @@ What a killed process leaves is cleaned up once, when the next one has the lock 
 `CheckpointWriter` writes on a thread of its own: checksums and flushes take seconds for a large model.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

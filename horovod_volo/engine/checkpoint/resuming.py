@@ -3,8 +3,6 @@
 Its metadata hold the settings that a resumed run must share with the run that saved it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,7 @@ from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import image_decoder
-from horovod_volo.engine.checkpoint.files import (
-    StateDicts,
-    find_checkpoint,
-    find_damage,
-    has_checkpoint,
-    read_metadata,
-    read_tensors,
-)
+from horovod_volo.engine.checkpoint import files
 from horovod_volo.engine.context import run_folder
 from horovod_volo.engine.state import TrainState
 from horovod_volo.engine.task import Samples, Task
@@ -30,8 +21,7 @@ from horovod_volo.models.weights import AUX_HEAD
 from horovod_volo.models.weights_header import statistics_of_run
 
 _OF_THE_MODEL = "of the model"
-_NAMES = ("model", "model_kwargs", "freeze", "image_decoder", "seed", "aug_repeats", "ema_warmup")
-_FLAGS = {name: "--" + name.replace("_", "-") for name in _NAMES}
+_OF_FLAGS = ("model", "model_kwargs", "freeze", "image_decoder", "seed", "aug_repeats", "ema_warmup")
 
 
 def checkpoint_to_resume(config: Config, world: World, task: Task, train: Samples) -> Path | None:
@@ -45,14 +35,14 @@ def checkpoint_to_resume(config: Config, world: World, task: Task, train: Sample
 def _select(config: Config, ranks: int, task: Task, train: Samples) -> Path | None:
     folder, resume = run_folder(config), config.run.resume
     if not resume:
-        if has_checkpoint(folder):
+        if files.has_checkpoint(folder):
             raise UserError(
                 f"{folder} already holds a run. Add --resume auto to continue it, or give this run another "
                 "--name."
             )
         return None
-    newest = find_checkpoint(str(folder)) if has_checkpoint(folder) else None
-    checkpoint = newest if resume == "auto" else find_checkpoint(resume)
+    newest = files.find_checkpoint(str(folder)) if files.has_checkpoint(folder) else None
+    checkpoint = newest if resume == "auto" else files.find_checkpoint(resume)
     if checkpoint is None:
         return None
     if newest is not None and newest.resolve() != checkpoint.resolve():
@@ -61,7 +51,7 @@ def _select(config: Config, ranks: int, task: Task, train: Samples) -> Path | No
             "Give this run another --name, or delete that run's later checkpoints."
         )
     current = run_metadata(config, derive(config, ranks=ranks, images=len(train)), task, train)
-    check_metadata(read_metadata(checkpoint), current, checkpoint, ranks)
+    check_metadata(files.read_metadata(checkpoint), current, checkpoint, ranks)
     return checkpoint
 
 
@@ -75,9 +65,9 @@ def restore_state(
     """
     # Only rank 0 reads. load_full_state_dict broadcasts single tensors: one object may become too large.
     saved = world.run_on_all_ranks(
-        lambda: read_tensors(checkpoint) if checkpoint and world.is_rank_zero else {}
+        lambda: files.read_tensors(checkpoint) if checkpoint and world.is_rank_zero else {}
     )
-    metadata = world.run_on_rank_zero(lambda: read_metadata(checkpoint) if checkpoint else {})
+    metadata = world.run_on_rank_zero(lambda: files.read_metadata(checkpoint) if checkpoint else {})
     loaded = _without_aux_head(saved) if getattr(state.model, "aux_head", None) is None else saved
     step = metadata.get("step", 0) if step is None else step
     state.load_full_state_dict(loaded, metadata.get("scaler", {}), step, world)
@@ -91,13 +81,13 @@ def restore_state(
 def _damaged_later(checkpoint: Path) -> list[str]:
     """Return a warning for each damaged checkpoint that is later than the one to resume from."""
     later = [path for path in sorted(checkpoint.parent.glob("step_*")) if path.name > checkpoint.name]
-    damage = {path: find_damage(path) for path in later}
+    damage = {path: files.find_damage(path) for path in later}
     return [
         f"{path} is damaged: {what}; {checkpoint.name} is resumed" for path, what in damage.items() if what
     ]
 
 
-def _without_aux_head(saved: StateDicts) -> StateDicts:
+def _without_aux_head(saved: files.StateDicts) -> files.StateDicts:
     """Drop the auxiliary head, which earlier versions saved, untrained, in runs without token labels."""
     return {
         file: {name: tensor for name, tensor in tensors.items() if not name.startswith(AUX_HEAD)}
@@ -176,7 +166,7 @@ def _remedy(name: str, saved: Any, ranks: int) -> str:
     if name == "aux_head":
         labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
         return f"Give {labels}, {new_run}"
-    if flag := _FLAGS.get(name):
-        value = "" if saved is True else f" {saved}"
+    if name in _OF_FLAGS:
+        flag, value = "--" + name.replace("_", "-"), "" if saved is True else f" {saved}"
         return f"Give {flag}{value}, {new_run}" if saved or name == "seed" else f"Drop {flag}, {new_run}"
     return f"Give the settings of its resolved.toml, {new_run}"

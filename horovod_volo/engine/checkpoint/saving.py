@@ -5,8 +5,6 @@ Invariant: only a state that is finite, and equal on all ranks to the last bit, 
 which training cannot continue must not replace one from which it can.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +14,7 @@ from pathlib import Path
 from horovod_volo.cluster.world import AllRanksError
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.engine.checkpoint.files import (
-    StateDicts,
-    checkpoint_path,
-    delete_old_checkpoints,
-    update_link,
-    write_checkpoint,
-)
+from horovod_volo.engine.checkpoint import files
 from horovod_volo.engine.checkpoint.resuming import run_metadata
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.task import Metrics, better_value
@@ -83,7 +75,7 @@ def divergence(context: TrainContext, last: int) -> AllRanksError:
     return AllRanksError(f"The loss or its gradients are not finite in {steps}{since}. {_AFTER_DIVERGENCE}")
 
 
-def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str]]:
+def _checkpoint_writer(context: TrainContext) -> Callable[[files.StateDicts], list[str]]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, config = context.checkpoint_folder, context.state.step, context.config
     may_write = context.lock.check if context.lock is not None else lambda: None
@@ -93,12 +85,12 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str
     crop_pct = config.data.crop_pct or spec_of(config.model.model).crop_pct
     header = header_of(context.data.train.classes, statistics, crop_pct=crop_pct)
 
-    def write(tensors: StateDicts) -> list[str]:
+    def write(tensors: files.StateDicts) -> list[str]:
         for name, tensor in chain(*(named.items() for named in tensors.values())):
             if not tensor.isfinite().all():  # gradients that are not finite have reached the weights by now
                 raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
-        saved = write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
-        return delete_old_checkpoints(saved, config.run.keep_checkpoints)
+        saved = files.write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
+        return files.delete_old_checkpoints(saved, config.run.keep_checkpoints)
 
     return write
 
@@ -125,7 +117,7 @@ def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
         with atomic_write(checkpoint / _EVALUATION) as file:
             file.write(json.dumps(metrics).encode())
         if not best.exists() or _score(checkpoint, context) > _score(best, context):
-            update_link(best, checkpoint)
+            files.update_link(best, checkpoint)
     except OSError as error:
         raise UserError(
             f"The evaluation of {checkpoint} could not be written: {error.strerror}. Checkpoints are intact: "
@@ -174,4 +166,4 @@ def _score(checkpoint: Path, context: TrainContext) -> float:
 
 
 def _current_checkpoint(context: TrainContext) -> Path:
-    return checkpoint_path(context.checkpoint_folder, context.state.step)
+    return files.checkpoint_path(context.checkpoint_folder, context.state.step)
