@@ -105,6 +105,7 @@ def test_mistakes_are_printed_once(images, tmp_path, monkeypatch, capsys):
     assert (under.returncode, under.stdout.count("mpirun has started 2 already")) == (MISTAKE, 1)
 
 
+@pytest.mark.skipif(pinning.count_gpus() > 0, reason="this host has a GPU")
 def test_a_run_for_gpus_is_refused_once(images, tmp_path, capsys):
     large = ("--recipe", "volo_d1", "--batch-size", "20", "--img-size", "512")
     done = run(command(images, tmp_path, *large))
