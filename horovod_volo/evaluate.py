@@ -130,7 +130,8 @@ def build_parser() -> Parser:
     images.add_argument("--v2", action="store_true", help=version2)
     add("--real", default="", metavar="FILE", help="also compute ImageNet-ReaL accuracy from its real.json")
     worst = f"list the N classes of lowest accuracy, or 'all'; no number: {WORST_CLASSES} (default: none)"
-    add("--per-class", type=_class_count, nargs="?", const=WORST_CLASSES, default=0, metavar="N", help=worst)
+    count = whole_number(1, all=ALL_CLASSES)
+    add("--per-class", type=count, nargs="?", const=WORST_CLASSES, default=0, metavar="N", help=worst)
     add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")
     add_ranks(parser)
     catalog = "folder for the list of images, seen by all hosts; empty: runs/catalogs, where several ranks "
@@ -148,10 +149,6 @@ def build_parser() -> Parser:
     predictions = "write predicted classes as PNG, or boxes as JSON"
     add("--predictions", default="", metavar="FOLDER", help=predictions)
     return parser
-
-
-def _class_count(text: str) -> int:
-    return ALL_CLASSES if text == "all" else whole_number(1, because="; or all")(text)
 
 
 if __name__ == "__main__":

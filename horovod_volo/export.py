@@ -66,15 +66,11 @@ def build_parser() -> Parser:
     onnx = "also write model.onnx; of segmentation for images of any size, or of --img-size if that is given"
     add("--onnx", action="store_true", help=onnx)
     batch = "batch size of model.onnx, images, or 'dynamic' (default: dynamic)"
-    add("--batch", type=_batch, default=_ANY_BATCH, metavar="N", help=batch)
+    add("--batch", type=whole_number(1, dynamic=_ANY_BATCH), default=_ANY_BATCH, metavar="N", help=batch)
     text = "ONNX opset version of model.onnx, 18 to 23"  # those of torch's exporter; most runtimes read 18
     add_flags(parser, Setting(name="opset", kind=int, default=18, at_least=18, below=24, help=text))
     add("--force", action="store_true", help="replace an existing export in FOLDER")
     return parser
-
-
-def _batch(text: str) -> int:
-    return _ANY_BATCH if text == "dynamic" else whole_number(1, because="; or dynamic")(text)
 
 
 def export(options: argparse.Namespace) -> None:

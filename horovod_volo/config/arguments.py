@@ -107,15 +107,19 @@ class Parser(argparse.ArgumentParser):
             )
 
 
-def whole_number(least: int, *, because: str = "") -> Callable[[str], int]:
-    """Return an argparse type for whole numbers; `because` follows the bound in its message."""
+def whole_number(least: int, *, because: str = "", **words: int) -> Callable[[str], int]:
+    """Return an argparse type for whole numbers, and for words that stand for some.
+
+    `because` follows the bound in its message.
+    """
+    because += "".join(f"; or {word}" for word in words)
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
+        if text not in words and (not text.isdecimal() or int(text) < least):
             raise argparse.ArgumentTypeError(
                 f"takes a whole number of at least {least}, not {text!r}{because}"
             )
-        return int(text)
+        return words[text] if text in words else int(text)
 
     return read
 
@@ -125,12 +129,8 @@ AUTO = -1  # as a number of ranks: one for each GPU
 
 def add_ranks(parser: argparse._ActionsContainer, help: str = "") -> None:
     """Add the flag of the ranks that a command starts on this host; 0: none."""
-
-    def read(text: str) -> int:
-        return AUTO if text == "auto" else whole_number(0, because="; or auto")(text)
-
     help = f"ranks to start on this host, without horovodrun; auto: one for each visible GPU, or 1{help}"
-    parser.add_argument("--ranks", type=read, default=0, metavar="N", help=help)
+    parser.add_argument("--ranks", type=whole_number(0, auto=AUTO), default=0, metavar="N", help=help)
 
 
 class _Given(argparse.Action):

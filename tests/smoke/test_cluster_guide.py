@@ -49,9 +49,9 @@ def ranks_of(command: str) -> int:
 
 def trainings_of(command: str, ranks: int) -> list[list[str]]:
     """Return the flags of each training that a command starts, without those that jobs/env.sh adds."""
+    if found := re.search(r"horovod.volo[. ]train (.*)", command):
+        return [shlex.split(found[1])]
     words = shlex.split(command)
-    if "horovod_volo.train" in words:
-        return [words[words.index("horovod_volo.train") + 1 :]]
     script = next(number for number, word in enumerate(words) if TRAINING.search(word))
     name, (recipe, *rest) = Path(words[script]).stem, words[script + 1 :]
     if name == "finetune":
