@@ -57,7 +57,7 @@ print(sys.implementation.cache_tag, torch.__version__, torch.version.cuda or "no
     || fail "No PyTorch in $python. Install it there, or set PYTHON to the interpreter that has it."
 if [ "$(printf '%s\n' "$newest_tried.999" "$torch" | sort -V | tail -1)" = "$torch" ]; then
     echo "PyTorch $torch is newer than $newest_tried, the newest that was tried. To try it, in a checkout:" \
-        "./tools/try_torch ${torch%+*} FOLDER" >&2
+        "./tools/try_torch ${torch%+*} /path/to/new_folder --cpu" >&2
 fi
 
 if [ -z "$gpu" ] && nvidia-smi -L >/dev/null 2>&1; then
@@ -124,7 +124,7 @@ if [ "$gpu" = nccl ]; then
     [ "${cuda%%.*}" = "${torch_cuda%%.*}" ] || fail "$CUDA_HOME/bin/nvcc is of CUDA $cuda, PyTorch $torch of CUDA" \
         "$torch_cuda. Load the module or install the toolkit of CUDA $torch_cuda, or set CUDA_HOME to its folder."
     export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=$CUDA_HOME PATH=$CUDA_HOME/bin:$PATH HOROVOD_NCCL_LINK=SHARED
-    gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d '. ' | sort -un | paste -sd,) || true
+    gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d '. ' | sort -un | paste -sd,) || gpus=''
     export HOROVOD_BUILD_CUDA_CC_LIST=${architectures:-${HOROVOD_BUILD_CUDA_CC_LIST:-${gpus:-80,90}}}
     # A process uses one libnccl.so.2, the first one loaded: PyTorch's. Compile with the headers of that one.
     nccl=$("$python" -c '

@@ -27,7 +27,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _DEADLY = (signal.SIGTERM, signal.SIGINT)  # when they come again
 _FAILED = 1
 _POLL_SECONDS, _REPEAT_SECONDS = 1.0, 0.05
-_GRACE_SECONDS = 30.0  # for ranks that have lost one, and may be writing a checkpoint
+_GRACE_SECONDS = 600.0  # for ranks that have lost one, and may be writing a checkpoint
 
 
 def start_ranks(ranks: int, module: str, arguments: Sequence[str]) -> None:

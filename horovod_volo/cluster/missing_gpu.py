@@ -19,11 +19,7 @@ def why_no_gpu() -> str:
 
 
 def first_reason(on_bus: int, driver: str, driver_cuda: int, torch_cuda: str) -> tuple[str, str]:
-    """Return the first reason that holds, and its remedy.
-
-    `on_bus` is the number of GPUs, `driver_cuda` the newest CUDA of the driver, as 12040 for 12.4, and
-    `torch_cuda` that of the PyTorch build. An empty text means that there is none.
-    """
+    """Return the first reason that holds, and its remedy; CUDA 12.4 of a driver is 12040, none is empty."""
     gpus, hidden = f"{on_bus} NVIDIA GPUs, but", os.environ.get("CUDA_VISIBLE_DEVICES")
     torch_major = int(torch_cuda.partition(".")[0] or 0)
     lacks = "SLURM_JOB_ID" in os.environ and not _OF_SLURM & os.environ.keys()

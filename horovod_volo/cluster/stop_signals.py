@@ -76,7 +76,8 @@ class _EndOnSignal:
             # A shell ignores SIGINT for a command in the background.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.interrupt)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # ranks of --ranks start with them blocked
+        # Ranks of --ranks start with these blocked.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_SIGNALS, signal.SIGHUP, signal.SIGUSR1])
         threading.Thread(target=self._end, args=(receiver,), daemon=True).start()
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002

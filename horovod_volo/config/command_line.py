@@ -134,6 +134,9 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
     if chooses_model and "data_dir" in flags:
         flags.setdefault("name", Path(flags["data_dir"]).resolve().name)
         recipe = _settings_of_run(flags)
+    schedule = flags.keys() & {"epochs", "warmup_epochs", "cooldown_epochs"}
+    if chooses_model and not recipe and schedule and "epochs" not in schedule:
+        raise UserError(f"--{min(schedule).replace('_', '-')} is part of a schedule. Add --epochs.")
     model = flags.get("model", Model.model)
     of_family = (own for family, own in FAMILIES.items() if model.startswith(family))
     published: Mapping[str, Any] = next(of_family, {})
@@ -173,7 +176,7 @@ def _fitted_schedule(flags: Mapping[str, Any], below: Mapping[str, Any]) -> dict
 
     Published command lines with fewer epochs state their warm-up, and keep the cool-down of ten epochs.
     """
-    usual = below.get("epochs", Update.epochs)
+    usual = below.get("epochs") or Update.epochs  # 0 of a run that has fitted its classifier
     epochs = flags.get("epochs", usual)
     stated = {"warmup_epochs", "warmup_prefix"} & flags.keys()
     if epochs == usual or stated or below.get("warmup_prefix", Update.warmup_prefix):

@@ -55,8 +55,8 @@ class ElasticJob:
         """Listen for changes of hosts; raise UserError unless horovodrun has started an elastic job."""
         if os.environ.get("HOROVOD_ELASTIC") != "1":
             raise UserError(
-                "--elastic needs an elastic launcher: horovodrun --gloo --min-np N --host-discovery-script "
-                "SCRIPT, or jobs/horovodrun.sh with MIN_RANKS."
+                "--elastic needs an elastic launcher: horovodrun --gloo -np N --min-np N "
+                "--host-discovery-script SCRIPT, or jobs/horovodrun.sh with MIN_RANKS."
             )
         name = "HOROVOD_AUTOTUNE" if autotunes() else "HOROVOD_CYCLE_TIME"
         if autotunes() or name in os.environ:

@@ -20,7 +20,6 @@ from horovod_volo.cluster.launch_env import OWN, read_launch_env
 from horovod_volo.cluster.launcher import STOP_SIGNALS as _SIGNALS
 
 _REPEATABLE = (signal.SIGHUP, signal.SIGUSR1)
-_STDERR = 2
 
 
 class StopRequest:
@@ -80,7 +79,7 @@ class StopRequest:
                 waits = f"jobs/{launch.launcher}.sh waits for the checkpoint"
                 text += f" ({launch.launcher} may end it sooner: {waits})"
             # print() must not be called in a handler that may have interrupted it.
-            os.write(_STDERR, f"{text}\n".encode())
+            os.write(2, f"{text}\n".encode())  # standard error
         self.received = True
         # The launcher of --ranks counts requests, and passes one on that the rank may have received already.
         if number not in _REPEATABLE and launch.launcher != OWN:

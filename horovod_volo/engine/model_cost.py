@@ -59,7 +59,7 @@ def refuse_long_run(config: Config, cost: ModelCost, ranks: int, cores: int, ima
     derived = derive(config, ranks=ranks, images=images)
     step = PASSES * cost.forward_flops * derived.images_per_rank / (_FLOPS_OF_CORE * cores)
     hours = step / 3600 * min(derived.total_steps, config.run.stop_at_step or derived.total_steps)
-    if step > _LONGEST_STEP_SECONDS or hours > _LONGEST_RUN_HOURS:
+    if (hours and step > _LONGEST_STEP_SECONDS) or hours > _LONGEST_RUN_HOURS:
         raise UserError(
             f"This run is for GPUs, but {why_no_gpu()} On the CPU it would take {hours:,.0f} hours, "
             f"{step:,.1f} s per step: each rank has {counted(cores, 'core')}, with an assumed "

@@ -43,7 +43,8 @@ def device_facts(device: torch.device) -> DeviceFacts:
     if device.type == "cpu":
         return DeviceFacts("cpu")
     memory = torch.cuda.get_device_properties(device).total_memory / _GIB
-    return DeviceFacts("cuda", memory, "bf16" if torch.cuda.is_bf16_supported() else "fp16")
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return DeviceFacts("cuda", memory, "bf16" if has_bf16 else "fp16")
 
 
 def fit_to_model(config: Config) -> Config:
@@ -114,7 +115,7 @@ def _from_weights(
         chosen |= {"model": our_name(name), "img_size": spec_of(name).img_size}
     elif source:
         of_run = settings_of_run(source)
-        chosen |= {name: of_run[name] for name in ("model", "img_size") if name in of_run}
+        chosen |= {name: of_run[name] for name in ("model", "img_size", "model_kwargs") if name in of_run}
     elif "finetune" in given:
         return {}, ""
     elif on_cpu and tokens:

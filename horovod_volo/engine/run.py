@@ -79,8 +79,8 @@ def settle(config: Config, world: World, start: Start) -> Plan:
 
     task, stated, config = world.run_on_all_ranks(complete)
     fell_back = resources.device.type == "cpu" and config.launch.device == "auto"
-    may_be_long = fell_back and not config.chooses_model and start.take_over is None
-    if may_be_long:
+    may_be_long = fell_back and start.take_over is None
+    if may_be_long and not config.chooses_model:
         world.run_on_rank_zero(partial(refuse_many_images, config, task, world.size, resources.threads))
     begin_stage("listing the data")
     data = task.read(config, world)

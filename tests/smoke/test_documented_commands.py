@@ -94,7 +94,7 @@ SMALLER = {
 WRITTEN = {
     "docs/tutorial.md": [
         *(f"runs/{name}/checkpoints/best/model.safetensors" for name in ("photos", "with_labels")),
-        *(f"runs/{name}/checkpoints/best/model.safetensors" for name in ("larger_images", "two_ranks")),
+        *(f"runs/{name}/checkpoints/best/model.safetensors" for name in ("other_size", "two_ranks")),
         *("exported/model.onnx", "exported/config.json", "predictions.html", "label.png"),
     ],
     "README.md": [f"runs/{name}/checkpoints/last/model.safetensors" for name in ("volo_d1", "volo_d5")],
