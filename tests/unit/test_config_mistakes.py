@@ -92,7 +92,13 @@ def test_a_mistake_on_the_command_line_names_the_flag_and_the_remedy(case: tuple
     assert [text for text in said if text not in message] == []
 
 
-EDGES = ("--scale 1 1", "--hflip 1", "--warmup-epochs 300", "--lr-base 0 --lr 1e-3", f"{MAPS} --ground-truth")
+EDGES = (
+    "--scale 1 1",
+    "--hflip 1",
+    "--epochs 300 --warmup-epochs 300",
+    "--lr-base 0 --lr 1e-3",
+    f"{MAPS} --ground-truth",
+)
 
 
 @pytest.mark.parametrize("argv", EDGES)
