@@ -100,7 +100,10 @@ def test_every_rank_sees_all_gpus_of_its_node(slurm, tmp_path, launcher):
     [("mpirun", "preemption"), ("mpirun", "scancel"), ("srun", "scontrol requeue"), ("srun", "preemption")],
 )
 def test_a_job_that_slurm_ends_saves_after_the_step(slurm, tmp_path, launcher, ended_by):
-    """Slurm sends SIGTERM to the ranks, without a grace period also to launcher and script."""
+    """Slurm sends SIGTERM to the ranks, without a grace period also to launcher and script.
+
+    The script then sends SIGUSR1, which may reach the ranks first.
+    """
     slurm.environment["LAUNCHER"] = launcher
     flags = (*SMALL, "--epochs", "90", "--batch-size", "1")
     job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)
@@ -109,7 +112,7 @@ def test_a_job_that_slurm_ends_saves_after_the_step(slurm, tmp_path, launcher, e
         slurm.call("sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=sleep 1")
     else:
         slurm.call(*ended_by.split(), job.number)
-    job.wait_for_output(r"^SIGTERM on rank \d(.|\n)*^stopped at step \d+ and saved")
+    job.wait_for_output(r"^SIG(TERM|USR1) on rank \d(.|\n)*^stopped at step \d+ and saved")
     if ended_by == "scancel":
         job.wait_for_end("CANCELLED")
     else:
