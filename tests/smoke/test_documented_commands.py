@@ -141,7 +141,7 @@ def test_the_commands_of_a_document_run(document: str, demo_set: Path, tmp_path:
     for result in WRITTEN[document]:
         assert (tmp_path / result).stat().st_size > 100
     if document == "docs/tutorial.md":
-        larger = tomllib.loads((tmp_path / "runs" / "larger_images" / "resolved.toml").read_text())
+        larger = tomllib.loads((tmp_path / "runs" / "other_size" / "resolved.toml").read_text())
         assert (larger["model"]["img_size"], larger["update"]["lr"]) == (96, 1e-4)
     if document == "docs/export.md":
         best, averaged = (
