@@ -204,7 +204,7 @@ def test_whether_network_cards_reach_the_memory_of_gpus(file: str, text: str, le
         ("2.13.0 13.0", "", 1, "    --nccl --cc 80,90   for nodes with GPUs"),
         ("2.13.0 13.0", "--cpu --cc=80", 2, "give one of the two"),
         ("2.13.0 13.0", "--cc 8.0", 2, "takes compute capabilities such as 80,90, not 8.0"),
-        ("99.0 none", "", 1, "./tools/try_torch 99.0 FOLDER"),
+        ("99.0 none", "", 1, "./tools/try_torch 99.0 /path/to/new_folder --cpu"),
     ],
 )
 def test_the_build_of_horovod_names_what_is_missing(built, flags, status, message, tmp_path: Path) -> None:
