@@ -19,12 +19,11 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from horovod_volo.cluster.launch_env import OWN, read_launch_env
+from horovod_volo.cluster.stop_signals import ENDING, STOP_SIGNALS
 from horovod_volo.config.arguments import AUTO
 from horovod_volo.core.errors import MISTAKE, UserError, print_error
 from horovod_volo.core.processes import die_with_parent
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-_DEADLY = (signal.SIGTERM, signal.SIGINT)  # when they come again
 _FAILED = 1
 _POLL_SECONDS, _REPEAT_SECONDS = 1.0, 0.05
 _GRACE_SECONDS = 600.0  # for ranks that have lost one, and may be writing a checkpoint
@@ -104,7 +103,7 @@ def _supervise(ranks: Sequence[subprocess.Popen[bytes]], passed_on: Collection[i
         # `timeout` sends its signal twice at once, to the process and to its group.
         while signal.sigtimedwait([number], _REPEAT_SECONDS):
             pass
-        if number in received and number in _DEADLY:
+        if number in received and number in ENDING:
             deadly = number
         received.add(number)
         for rank in running:

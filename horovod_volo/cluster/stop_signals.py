@@ -19,7 +19,8 @@ from typing import NoReturn
 
 from horovod_volo.cluster.launch_env import read_launch_env
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (*ENDING, signal.SIGHUP, signal.SIGUSR1)  # of training, which saves first
 _RETRIES, _RETRY_SECONDS = 4, 1.0  # code of others may catch the exception
 _STDERR = 2
 _STATUS = 128
@@ -43,7 +44,7 @@ def run_until_signal(main: Callable[[list[str]], int], outcome: str) -> NoReturn
             raise
     if ending.number:
         ending.exit()
-    for number in _SIGNALS:
+    for number in ENDING:
         if signal.getsignal(number) == ending.interrupt:
             signal.signal(number, signal.SIG_DFL)
     exit_at_once(status)
@@ -72,12 +73,12 @@ class _EndOnSignal:
         receiver, sender = os.pipe()
         os.set_blocking(sender, False)
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        for number in ENDING:
             # A shell ignores SIGINT for a command in the background.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.interrupt)
         # Ranks of --ranks start with these blocked.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_SIGNALS, signal.SIGHUP, signal.SIGUSR1])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         threading.Thread(target=self._end, args=(receiver,), daemon=True).start()
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -94,7 +95,7 @@ class _EndOnSignal:
 
     def exit(self) -> NoReturn:
         """Exit once the line is printed, without the end of Python: Horovod's waits for the other ranks."""
-        for number in _SIGNALS:
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         gc.collect()  # multiprocessing reports semaphores that nobody has collected
         self._printed.wait(_RETRY_SECONDS)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from horovod_volo.cluster.launch_env import OWN, read_launch_env
-from horovod_volo.cluster.launcher import STOP_SIGNALS as _SIGNALS
+from horovod_volo.cluster.stop_signals import STOP_SIGNALS
 
 _REPEATABLE = (signal.SIGHUP, signal.SIGUSR1)
 
@@ -39,7 +39,7 @@ class StopRequest:
         """
         request = cls()
         if threading.current_thread() is threading.main_thread():
-            handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+            handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
             # A handler of None was not installed by Python, which could not restore it.
             request._next = {number: each for number, each in handlers.items() if each is not None}
         try:
@@ -53,9 +53,9 @@ class StopRequest:
     def listening(cls) -> StopRequest:
         """Install the signal handlers and return the request that they set."""
         request = cls()
-        request._install(_SIGNALS)
+        request._install(STOP_SIGNALS)
         # Launchers may start ranks with these signals blocked, so that no early request is lost.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return request
 
     @staticmethod

@@ -84,7 +84,7 @@ def choose_settings(
     while batch > 1 and images < ranks * batch * (_LEAST_STEPS if batch > least else 1):
         batch //= 2
     chosen["batch_size"] = batch
-    if config.explicit & {"epochs", "warmup_epochs", "cooldown_epochs"}:
+    if "epochs" in config.explicit:
         chosen = {name: value for name, value in chosen.items() if "epochs" not in name}
     if config.explicit & {"mixup", "cutmix"}:
         chosen |= {"mix_token": False, "token_label": False}
