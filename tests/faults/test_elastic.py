@@ -128,7 +128,7 @@ def used_by(process: int) -> tuple[int, int, int]:
 def test_without_an_elastic_launcher(tmp_path, capsys):
     flags = ["--recipe", "demo", "--elastic", "--global-batch", "10", "--output", str(tmp_path)]
     assert main(["images", *flags]) == 2
-    assert "horovodrun --gloo --min-np N" in capsys.readouterr().err
+    assert "horovodrun --gloo -np N --min-np N" in capsys.readouterr().err
 
 
 def test_any_number_of_ranks_divides_the_global_batch():
