@@ -225,7 +225,7 @@ def pixel_losses(logits: Tensor, auxiliary: Tensor, labels: Tensor) -> PixelLoss
 
 def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum over labelled pixels, divided by all pixels: 0 where every pixel is ignored."""
-    loss: Tensor = _PixelCrossEntropy.apply(logits, labels)  # type: ignore[no-untyped-call]
+    loss: Tensor = _PixelCrossEntropy.apply(logits, labels)
     return loss
 
 

@@ -75,7 +75,7 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
         return [_normalize_alone(layer, maps) for layer, maps in zip(layers, inputs, strict=True)]
     moments = _moments(layers, inputs, ranks)
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-    return list(_NormalizeOverRanks.apply(layers, moments, *inputs, *parameters))  # type: ignore[no-untyped-call]
+    return list(_NormalizeOverRanks.apply(layers, moments, *inputs, *parameters))
 
 
 def _normalize_alone(layer: SyncBatchNorm, maps: Tensor) -> Tensor:

@@ -95,9 +95,9 @@ def cross_entropy(logits: Tensor, target: SoftTarget, *, overwrite: bool = False
     sparse = (target.uniform, target.ids, target.weights)
     loss: Tensor
     if overwrite and logits.device.type == "cpu" and logits.dtype == torch.float32:
-        loss = InPlaceSparseSoftTargetCE.apply(logits, *sparse)  # type: ignore[no-untyped-call]
+        loss = InPlaceSparseSoftTargetCE.apply(logits, *sparse)
     else:
-        loss = SparseSoftTargetCE.apply(logits, *sparse, overwrite)  # type: ignore[no-untyped-call]
+        loss = SparseSoftTargetCE.apply(logits, *sparse, overwrite)
     return loss
 
 
