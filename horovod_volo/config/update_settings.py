@@ -112,7 +112,6 @@ class Update:
         "micro-batches per step, accumulated on the rank before the allreduce",
         aliases=("--local-accumulation",),
         also=("--grad-accum-steps", "--grad-accumulation"),
-        idle=("with --global-batch",),
     )
     ema_decay: BelowOne = setting(
         0.0,

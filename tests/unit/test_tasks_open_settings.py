@@ -12,6 +12,7 @@ from horovod_volo.config.command_line import _CHOSEN, parse
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump, load_recipe
 from horovod_volo.config.schema import Config, all_settings
+from horovod_volo.config.validation import config_warnings
 from horovod_volo.engine.open_settings import DeviceFacts, choose_settings, fit_to_model
 from horovod_volo.models.timm_api import get_pretrained_cfg, why_missing
 from tests.smoke.conftest import publish
@@ -143,7 +144,7 @@ def test_flags_are_not_changed() -> None:
 def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "flowers"
     run.mkdir(parents=True)
-    (run / "resolved.toml").write_text(dump(chosen(images=1000)))
+    (run / "resolved.toml").write_text(dump(chosen("--global-batch", "96", ranks=2, images=1000)))
     output = ("--output", str(run.parent))
     assert parse(["flowers", *output]).config.chooses_model  # a new run
     checkpoints = run / "checkpoints"
@@ -153,6 +154,7 @@ def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
         config = parse(["flowers", *output, "--resume", resume]).config
         assert not config.chooses_model
         assert (config.model.model, config.update.epochs) == ("volo_demo", 60)
+        assert config_warnings(config) == []  # nothing in these settings was stated by the user
 
 
 def test_what_names_a_model_or_a_recipe_is_not_open() -> None:
