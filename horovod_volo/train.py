@@ -4,8 +4,8 @@ r"""The training entry: parse the settings, bind to the host, connect to the oth
     horovodrun -np 8 horovod-volo train /path/to/imagenet --recipe volo_d1 \
       --token-label-data /path/to/token_label_data
 
-Exit status: 0 finished; 75 stopped on request and saved, start it again to resume; 2 a mistake in settings or
-data, explained in one message; 1 any other failure.
+Exit status: 0 finished; 75 stopped on request and saved, start it again to resume; 2 what one message
+explains, as a mistake in settings or data; 1 any other failure.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def load_horovod() -> Any:
             raise
         raise UserError(
             f"Horovod is not installed in this Python, and several ranks need it. Build it: {BUILD}. "
-            "One rank needs no Horovod: start it without a launcher."
+            "One rank needs no Horovod: start it without --ranks and without a launcher."
         ) from None
     except (ImportError, OSError) as error:
         cause = str(error).splitlines()[0]

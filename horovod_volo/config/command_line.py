@@ -141,6 +141,8 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
     of_family = (own for family, own in FAMILIES.items() if model.startswith(family))
     published: Mapping[str, Any] = next(of_family, {})
     below = recipe or published
+    if not recipe and not model.startswith(("volo", *FAMILIES)):
+        flags.setdefault("cooldown_epochs", 0)  # the published cool-down is that of VOLO's recipes
     flags |= _fitted_schedule(flags, below)
     if (flags.get("mixup") or flags.get("cutmix")) and "mix_token" not in below:  # which is on by default
         flags.setdefault("mix_token", False)

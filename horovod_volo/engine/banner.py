@@ -78,6 +78,7 @@ def settings_lines(
         "training": training,
         "batch": f"{derived.global_batch:,} images per step = {ranks} ranks x {up_to}{batch} images "
         f"x {accumulation} micro-batches",
+        "optimizer": f"{config.update.opt}, weight decay {config.update.weight_decay:g}",
         "lr": _lr_line(config, derived),
         "length": f"{derived.epochs} epochs x {derived.steps_per_epoch:,} steps = "
         f"{derived.total_steps:,} steps ({derived.warmup_steps:,} of warm-up)",

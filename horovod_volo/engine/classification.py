@@ -39,6 +39,7 @@ class Classification:
     scores = ("top1", "top5")
 
     def complete(self, config: Config) -> Config:
+        config = open_settings.fit_to_model(config)
         build.check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
         if config.model.sync_bn == "heads":
             raise UserError("--sync-bn heads is for segmentation and detection. Use --sync-bn all, or none.")
@@ -46,8 +47,7 @@ class Classification:
         if config.data.aa:
             parse_policy(config.data.aa)
         map_geometry(config)
-        fitting = open_settings.fit_to_model(config)
-        return fitting if fitting.chooses_model else open_settings.with_token_size_warning(fitting)
+        return config if config.chooses_model else open_settings.with_token_size_warning(config)
 
     def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
         facts = open_settings.device_facts(device)
@@ -214,7 +214,7 @@ def build_loaders(
     }
     seed, accumulation = config.run.seed, config.update.accumulation
     train = TrainLoader(images.train, images.label_maps, data, seed=seed, accumulation=accumulation, **common)
-    crop, interpolation = data.crop_pct or spec.crop_pct, spec.interpolation
+    crop, interpolation = data.crop_pct or spec.crop_at(config.model.img_size), spec.interpolation
     return train, partial(EvalLoader, settings=data, crop_pct=crop, interpolation=interpolation, **common)
 
 

@@ -49,13 +49,12 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 def fit_to_model(config: Config) -> Config:
     """Return the settings without MixToken if the model has no tokens and MixToken was not asked for."""
-    name = config.model.model
+    name, is_stated = config.model.model, "mix_token" in config.explicit
     # A model that has a twin with tokens is refused elsewhere, with the name of the twin.
-    if "mix_token" in config.explicit or spec_of(name).stride or our_name(name) != name:
+    if is_stated or not config.objective.mix_token or spec_of(name).stride or our_name(name) != name:
         return config
-    warning = f"without MixToken, because {name} has no token logits"
-    changed = _with(config, {"mix_token": False})
-    return replace(changed, warnings=(*config.warnings, warning)) if config.objective.mix_token else changed
+    warnings = (*config.warnings, f"without MixToken, because {name} has no token logits")
+    return replace(_with(config, {"mix_token": False}), warnings=warnings)
 
 
 def with_token_size_warning(config: Config) -> Config:

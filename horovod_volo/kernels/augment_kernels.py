@@ -216,7 +216,8 @@ def normalize_images(
         value = tl.div_rn(value - tl.load(mean + channel), deviation)
         for number in tl.static_range(count):
             box = boxes + (image * count + number) * 5
-            top, left, tall, wide = tl.load(box), tl.load(box + 1), tl.load(box + 2), tl.load(box + 3)
+            top, left = tl.load(box).to(tl.int32), tl.load(box + 1).to(tl.int32)
+            tall, wide = tl.load(box + 2).to(tl.int32), tl.load(box + 3).to(tl.int32)
             erased = (row >= top) & (row < top + tall) & (column >= left) & (column < left + wide)
             content = tl.zeros((block,), tl.float32)
             if mode == "pixel":

@@ -113,6 +113,7 @@ def _timm_spec(name: str) -> ModelSpec:
         heads=classifier if isinstance(classifier, tuple) else (classifier,),
         img_size=(published.test_input_size or published.input_size)[-1],
         crop_pct=published.test_crop_pct or published.crop_pct,
+        other_crop_pct=published.crop_pct,
         crop_mode=published.crop_mode,
         mean=published.mean,
         std=published.std,

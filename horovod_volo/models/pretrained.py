@@ -77,11 +77,11 @@ def load_pretrained(
     if (plugin := run.get("plugin", "")) and registered_model(name) is None and not is_model(name):
         raise UserError(f"{source} was trained with the model {name} of a plugin. Add --plugin {plugin}.")
     published = spec_of(name)
-    crop_mode, crop_pct = _crop(source, run, published)
+    side = image_side or int(run.get("img_size", 0)) or published.img_size
+    crop_mode, crop_pct = _crop(source, run, published, side)
     if crop_mode not in ("center", "squash"):
         raise UserError(f"timm evaluates {name} with crop_mode {crop_mode}, which is missing here. Use timm.")
     name = our_name(name)
-    side = image_side or int(run.get("img_size", 0)) or published.img_size
     check_model(name, img_size=side, tokens=False)
     statistics = statistics_of_weights(source, name, run, mean, std)
     state, messages = read_weights(source, use_ema=use_ema)
@@ -100,18 +100,19 @@ def load_pretrained(
     )
 
 
-def _crop(source: str, run: Mapping[str, Any], published: ModelSpec) -> tuple[str, float]:
+def _crop(source: str, run: Mapping[str, Any], published: ModelSpec, side: int) -> tuple[str, float]:
     """Return crop_mode and crop_pct of the run, else those recorded with the weights, else timm's."""
     if run:  # runs are evaluated on centre crops
-        return "center", float(run.get("crop_pct", 0.0)) or published.crop_pct
+        return "center", float(run.get("crop_pct", 0.0)) or published.crop_at(side)
     try:
         found = read_header(source)
         if "crop_mode" not in found:
             config = weights_file(Path(source)).with_name("config.json").read_bytes()
             found = json.loads(config)["pretrained_cfg"]
-        return str(found["crop_mode"]), float(found.get("test_crop_pct") or found["crop_pct"])
+        of_test = found.get("test_crop_pct") if found.get("test_input_size", [side])[-1] == side else 0
+        return str(found["crop_mode"]), float(of_test or found["crop_pct"])
     except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError):  # of timm:NAME, for one
-        return published.crop_mode, published.crop_pct
+        return published.crop_mode, published.crop_at(side)
 
 
 def reason_to_leave_out(

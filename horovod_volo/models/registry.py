@@ -46,7 +46,8 @@ class ModelSpec:
     stride: int = 0  # pixels per token side, for a TokenModel; 0: no token logits, and any image size
     heads: tuple[str, ...] = ("head",)  # the modules that give logits
     img_size: int = 224  # of images that published weights expect
-    crop_pct: float = 0.96  # side of the evaluation crop over side of the resized image
+    crop_pct: float = 0.96  # side of the evaluation crop over side of the resized image, at `img_size`
+    other_crop_pct: float = 0.0  # at other sizes; 0: the same
     crop_mode: str = "center"  # timm's; "squash": images are resized to a square before the crop
     mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN  # of pixels from 0 to 1
     std: tuple[float, ...] = IMAGENET_DEFAULT_STD
@@ -55,6 +56,9 @@ class ModelSpec:
     timm_name: str = ""  # of the architecture, for exports, if timm has it
     timm_class: Callable[..., nn.Module] | None = None  # timm's class of the same network
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of `build` and `timm_class`, such as layers
+
+    def crop_at(self, img_size: int) -> float:
+        return self.crop_pct if img_size == self.img_size else self.other_crop_pct or self.crop_pct
 
 
 class NormsOverRanks(NamedTuple):

@@ -93,9 +93,8 @@ def cross_entropy(logits: Tensor, target: SoftTarget, *, overwrite: bool = False
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     overwrite = overwrite and needs_gradient and not owner.is_leaf and logits.is_contiguous()
     sparse = (target.uniform, target.ids, target.weights)
-    loss: Tensor
     if overwrite and logits.device.type == "cpu" and logits.dtype == torch.float32:
-        loss = InPlaceSparseSoftTargetCE.apply(logits, *sparse)
+        loss: Tensor = InPlaceSparseSoftTargetCE.apply(logits, *sparse)
     else:
         loss = SparseSoftTargetCE.apply(logits, *sparse, overwrite)
     return loss
@@ -169,16 +168,9 @@ def _loss(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tupl
     return _mass(logits.shape[1], uniform, weights) * lse - uniform * sums - weighted, lse
 
 
-def _write_gradient(
-    grad: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    grad_loss: Tensor,
-    uniform: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-) -> None:
+def _write_gradient(grad: Tensor, logits: Tensor, lse: Tensor, grad_loss: Tensor, *sparse: Tensor) -> None:
     """Write the gradient into `grad`, which may be the logits."""
+    uniform, ids, weights = sparse
     mass = _mass(logits.shape[1], uniform, weights)
     for rows in _blocks(logits):
         # Subtracting the fp32 lse promotes half-precision logits.

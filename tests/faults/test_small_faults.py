@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from horovod_volo import train
 from horovod_volo.cluster.launch_env import ALONE
 from horovod_volo.doctor.report import build_report, format_report, warning
 from tests.ranks.launching import launcher, python, run, started, wait_until
@@ -114,7 +115,7 @@ def test_an_evaluation_that_cannot_be_written_is_one_error(images, tmp_path):
     (tmp_path / "run" / "checkpoints" / "best").mkdir(parents=True)  # a folder in place of the link
     shown = start(images, tmp_path, status=FAILED, seconds=60)
     assert only_error(shown, "evaluation")
-    assert "horovod_volo/" not in shown, "there is a traceback of the package besides the message"
+    assert str(Path(train.__file__).parent) not in shown, "there is a traceback of the package"
     assert (tmp_path / "run" / "checkpoints" / "step_00000010" / "state.json").exists()
 
 

@@ -1,5 +1,6 @@
-// Makes PyTorch's CPU build treat "cuda" as a device with one GPU whose streams and events do nothing, so that
-// autograd runs on tensors without data. PyTorch's CUDA build does so by itself.
+// Makes PyTorch treat "cuda" as a device with one GPU whose streams and events do nothing, so that autograd runs on
+// tensors without data. Load it before PyTorch, and call use_guard() after: PyTorch's CUDA build has its own hooks,
+// which these outrank, and its own guard, which the one that is registered last replaces.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -25,13 +26,17 @@ struct CUDAHooks : at::CUDAHooksInterface { // PyTorch looks for this name
   bool isBuilt() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   void init() const override {}
+  long versionCuDNN() const override { return 91000; }
+  long versionRuntimeCuDNN() const override { return 91000; }
 };
 
-Guard guard;
-const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &guard);
+const c10::Registerer<std::string, std::unique_ptr<at::CUDAHooksInterface>, at::CUDAHooksArgs> hooks(
+    "CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(),
+    c10::Registerer<std::string, std::unique_ptr<at::CUDAHooksInterface>, at::CUDAHooksArgs>::DefaultCreator<CUDAHooks>);
 
 } // namespace
 
-namespace at {
-REGISTER_CUDA_HOOKS(CUDAHooks)
+extern "C" void use_guard() {
+  static Guard guard;
+  c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, &guard);
 }

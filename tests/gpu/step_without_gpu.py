@@ -19,17 +19,17 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 
-def load_before_torch(library: str) -> None:
+def load_before_torch(library: str) -> ctypes.CDLL:
     """Load the library after those it needs, but before PyTorch asks for its CUDA part."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(library)
+    return ctypes.CDLL(library)
 
 
-load_before_torch(sys.argv[1])
+stand_in = load_before_torch(sys.argv[1])
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -48,6 +48,7 @@ from horovod_volo.models.lvvit import LVVIT_SIZES  # noqa: E402
 from horovod_volo.models.volo import SIZES  # noqa: E402
 from tests.gpu.synchronisation import RefuseSynchronisation  # noqa: E402
 
+stand_in.use_guard()
 GPU = torch.device("cuda:0")
 BATCH, SIDE = 8, 224
 

@@ -76,7 +76,6 @@ def outcomes(library: Path, *runs: dict[str, Any]) -> list[str]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has its own CUDA part")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_nothing_in_a_step_makes_the_host_wait_or_breaks_the_graph_of_a_block(library: Path) -> None:
     drop_path = {"volo_d1": 0.1, "volo_d5": 0.75}

@@ -214,6 +214,7 @@ def test_the_crop_is_that_of_the_weights(tmp_path: Path) -> None:
     (tmp_path / "resolved.toml").write_text(f'[model]\nmodel = "{name}"\nimg_size = 32\n')
     own = load_pretrained(str(tmp_path / "weights.pt"))
     assert spec_of("vgg11.tv_in1k").interpolation == "bilinear"
+    assert [spec_of("resnet18.a1_in1k").crop_at(side) for side in (224, 288)] == [0.95, 1.0]  # as timm
     assert config_of(own)["pretrained_cfg"]["interpolation"] == own.interpolation == "bicubic"
     assert (own.crop_mode, config_of(own)["pretrained_cfg"]["crop_mode"]) == ("center",) * 2
     (tmp_path / "resolved.toml").unlink()

@@ -13,7 +13,9 @@ from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump, load_recipe
 from horovod_volo.config.schema import Config, all_settings
 from horovod_volo.config.validation import config_warnings
-from horovod_volo.engine.open_settings import DeviceFacts, choose_settings, fit_to_model
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.classification import Classification
+from horovod_volo.engine.open_settings import DeviceFacts, choose_settings
 from horovod_volo.models.timm_api import get_pretrained_cfg, why_missing
 from tests.smoke.conftest import publish
 
@@ -163,13 +165,14 @@ def test_what_names_a_model_or_a_recipe_is_not_open() -> None:
 
 
 def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:
-    config = fit_to_model(parse(["images", "--model", "resnet18"]).config)
+    complete = Classification().complete
+    config = complete(parse(["images", "--model", "resnet18"]).config)
     assert not config.objective.mix_token
     assert any("without MixToken" in text for text in config.warnings)
-    asked = parse(["images", "--model", "resnet18", "--mix-token"]).config
-    assert fit_to_model(asked).objective.mix_token  # refused later
+    with pytest.raises(UserError, match="resnet18 gives no token logits"):
+        complete(parse(["images", "--model", "resnet18", "--mix-token"]).config)
     with_tokens = parse(["images", "--model", "volo_d2"]).config
-    assert fit_to_model(with_tokens) is with_tokens
+    assert complete(with_tokens) is with_tokens
 
 
 @pytest.mark.parametrize(
@@ -180,6 +183,7 @@ def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:
         ("--epochs 400", 400, 20, 0),
         ("--epochs 300", 300, 20, 10),  # the published ones
         ("--epochs 30 --warmup-epochs 5", 30, 5, 10),  # a published command line
+        ("--model resnet18 --epochs 30 --warmup-epochs 5", 30, 5, 0),  # as timm
         ("--recipe volo_d1_384 --epochs 30", 30, 5, 10),  # as in the recipe
         ("--recipe volo_d1_384 --epochs 12", 12, 2, 0),
     ],
