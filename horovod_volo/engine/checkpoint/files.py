@@ -140,7 +140,7 @@ def find_checkpoint(source: str) -> Path:
                 f"{path} held checkpoints, but none is left. Restore them, or start a new run with another "
                 "--name."
             )
-        raise UserError(f"There is no checkpoint at {source}. --resume takes a run folder or a checkpoint.")
+        raise UserError(f"There is no checkpoint at {source}. --resume takes a run folder, --weights a file.")
     if intact := next(intact_checkpoints(path), None):
         return intact
     raise UserError(
