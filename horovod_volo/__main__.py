@@ -30,7 +30,7 @@ _HELP = """horovod-volo COMMAND ...
 {}
 
 --help after a command lists its flags; --version prints the version, the doctor those of what is used.
-On several ranks: horovodrun -np RANKS horovod-volo COMMAND ..."""
+On several ranks: horovodrun -np RANKS horovod-volo COMMAND ..., for train and evaluate also --ranks RANKS"""
 
 
 def main() -> int:
