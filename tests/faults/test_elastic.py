@@ -50,7 +50,7 @@ def test_a_killed_rank_is_replaced_and_a_removed_host_is_left(images, tmp_path):
         trial.train_on(2, formations=3)
         trial.change_hosts("localhost:1")
         trial.train_on(1, formations=4)
-        assert trial.process.wait(120) == 0, trial.output
+        assert trial.process.wait(240) == 0, trial.output
         assert trial.formations() == [2, 1, 2, 1], trial.output
         assert "goes on without it: another rank" in trial.output
         assert "formed again (1): 1 ranks" in trial.output
