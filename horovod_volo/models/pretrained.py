@@ -109,7 +109,7 @@ def _crop(source: str, run: Mapping[str, Any], published: ModelSpec, side: int) 
         if "crop_mode" not in found:
             config = weights_file(Path(source)).with_name("config.json").read_bytes()
             found = json.loads(config)["pretrained_cfg"]
-        of_test = found.get("test_crop_pct") if found.get("test_input_size", [side])[-1] == side else 0
+        of_test = found.get("test_crop_pct") if (found.get("test_input_size") or [side])[-1] == side else 0
         return str(found["crop_mode"]), float(of_test or found["crop_pct"])
     except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError):  # of timm:NAME, for one
         return published.crop_mode, published.crop_at(side)
