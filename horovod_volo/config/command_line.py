@@ -18,10 +18,13 @@ from horovod_volo.config.validation import check
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 
-# Defaults of a family whose published main.py differs from VOLO's, which the schema follows. They apply
-# without a recipe only; tests/published/test_defaults.py compares both, docs/training.md lists deviations.
+# Where defaults of a family, by the beginning of its names, differ from those of VOLO's published main.py,
+# which the schema follows. They apply without a recipe only; tests/published/test_defaults.py compares both,
+# docs/training.md lists deviations.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "volo": {},
     "lvvit_": {"batch_size": 32, "warmup_epochs": 5, "dense_weight": 1.0},
+    "": {"cooldown_epochs": 0},  # all others, as in timm
 }
 
 
@@ -138,11 +141,8 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
     if chooses_model and not recipe and schedule and "epochs" not in schedule:
         raise UserError(f"--{min(schedule).replace('_', '-')} is part of a schedule. Add --epochs.")
     model = flags.get("model", Model.model)
-    of_family = (own for family, own in FAMILIES.items() if model.startswith(family))
-    published: Mapping[str, Any] = next(of_family, {})
+    published = next(own for family, own in FAMILIES.items() if model.startswith(family))
     below = recipe or published
-    if not recipe and not model.startswith(("volo", *FAMILIES)):
-        flags.setdefault("cooldown_epochs", 0)  # the published cool-down is that of VOLO's recipes
     flags |= _fitted_schedule(flags, below)
     if (flags.get("mixup") or flags.get("cutmix")) and "mix_token" not in below:  # which is on by default
         flags.setdefault("mix_token", False)

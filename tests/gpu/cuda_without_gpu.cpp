@@ -26,13 +26,13 @@ struct CUDAHooks : at::CUDAHooksInterface { // PyTorch looks for this name
   bool isBuilt() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   void init() const override {}
-  long versionCuDNN() const override { return 91000; }
+  long versionCuDNN() const override { return 91000; } // the networks ask whether there is one
   long versionRuntimeCuDNN() const override { return 91000; }
 };
 
-const c10::Registerer<std::string, std::unique_ptr<at::CUDAHooksInterface>, at::CUDAHooksArgs> hooks(
-    "CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(),
-    c10::Registerer<std::string, std::unique_ptr<at::CUDAHooksInterface>, at::CUDAHooksArgs>::DefaultCreator<CUDAHooks>);
+using Hooks = c10::Registerer<std::string, std::unique_ptr<at::CUDAHooksInterface>, at::CUDAHooksArgs>;
+const Hooks hooks(
+    "CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(), Hooks::DefaultCreator<CUDAHooks>);
 
 } // namespace
 
