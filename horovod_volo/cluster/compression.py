@@ -169,7 +169,7 @@ class BucketScales:
         # The mean of the ranks' maxima times the number of ranks bounds every rank's values and their sum.
         _, exponents = torch.frexp(self.running_maxima * self._size)  # bound < 2^exponent
         wanted = int(math.log2(_LARGEST_SUM)) - _HEADROOM_BITS - exponents
-        powers = _power_of_two(wanted.clamp(_MIN_EXPONENT, _MAX_EXPONENT)).unsqueeze(1)
+        powers = power_of_two(wanted.clamp(_MIN_EXPONENT, _MAX_EXPONENT)).unsqueeze(1)
         known = (self.running_maxima > 0).unsqueeze(1)
         self.scale.copy_(torch.where(known, powers, self._initial_scale))
         self.inverse_scale.copy_(1.0 / (self.scale * self._size))
@@ -186,7 +186,7 @@ def max_abs(tensor: Tensor) -> Tensor:
     return torch.maximum(-low, high).float().view(1)
 
 
-def _power_of_two(exponents: Tensor) -> Tensor:
+def power_of_two(exponents: Tensor) -> Tensor:
     """Return 2^exponents exactly, by writing the exponent bits of fp32."""
     return (exponents.int() + 127).bitwise_left_shift(23).view(torch.float32)
 

@@ -35,31 +35,42 @@ class Reducer:
         micro_batches: int,
         heads: Collection[str] = (),
         loss_is_scaled: bool = False,
+        of_all_ranks: int = 0,
     ) -> None:
-        """Move the trained parameters into buckets; each step has `micro_batches` backward passes."""
+        """Move the trained parameters into buckets; each step has `micro_batches` backward passes.
+
+        With --reproducible, `of_all_ranks` is how many they are on all ranks together.
+        """
         parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._world = world
+        self._world, self._settings, self._loss_is_scaled = world, settings, loss_is_scaled
         self.buckets = build_gradient_buckets(
-            parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket()
+            parameters,
+            settings,
+            heads=heads,
+            ranks=1 if of_all_ranks else world.size,
+            shards=self._shards_per_bucket(),
         )
         # The parameters that this rank's optimizer updates, and the flat tensors that hold their gradients;
         # padding is 0.
         self.local_parameters = self._local_parameters(parameters)
         self.local_gradients = self._local_gradients()
-        self._loss_is_scaled = loss_is_scaled
-        compressed = settings.compression == "fp16" and world.size > 1
+        self._build_exchange(model, micro_batches, of_all_ranks)
+
+    def _build_exchange(self, model: nn.Module, micro_batches: int, of_all_ranks: int) -> None:  # noqa: ARG002
+        world = self._world
+        compressed = self._settings.compression == "fp16" and world.size > 1
         self.statistics = StepStatistics(
-            _moving_buffers(model), self.buckets[0].gradients.new_zeros(len(self.buckets)), world
+            moving_buffers(model), self.buckets[0].gradients.new_zeros(len(self.buckets)), world
         )
         compressible = sum(bucket.compressible for bucket in self.buckets) if compressed else 0
         self.scales = BucketScales(
             self.statistics.maxima[:compressible],
             world.size,
             # Gradients of a scaled loss fit fp16, and the gradient scaler must see their overflow.
-            adaptive=compressed and not loss_is_scaled,
+            adaptive=compressed and not self._loss_is_scaled,
         )
         self._reductions = [
-            _BucketReduction(bucket, micro_batches, self._compression(bucket, number, number < compressible))
+            BucketReduction(bucket, micro_batches, self._compression(bucket, number, number < compressible))
             for number, bucket in enumerate(self.buckets)
         ]
 
@@ -101,10 +112,13 @@ class Reducer:
         yield
         # Not before: if a rank is lost while updates are exchanged inside, the step is taken again.
         self.statistics.complete_step()
-        if self.statistics.finite:
-            self.scales.update(self.statistics.found_inf)
+        self._update_scales()
         for reduction in self._reductions:
             reduction.reset()
+
+    def _update_scales(self) -> None:
+        if self.statistics.finite:
+            self.scales.update(self.statistics.found_inf)
 
     def global_grad_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of all gradients, given the local norm. Collective: every rank calls this."""
@@ -131,7 +145,7 @@ class Reducer:
         self._world.broadcast_(state.values(), root)
 
 
-class _BucketReduction:
+class BucketReduction:
     """Launches the reduction of one bucket when its last gradient of a step is ready."""
 
     def __init__(self, bucket: Bucket, micro_batches: int, compression: NoCompression) -> None:
@@ -208,7 +222,7 @@ class _BucketReduction:
         self._wait = None
 
 
-def _moving_buffers(model: nn.Module) -> list[Tensor]:
+def moving_buffers(model: nn.Module) -> list[Tensor]:
     """Return the buffers that steps change; a layer in evaluation mode, frozen batch norm, keeps its own.
 
     Averages of equal numbers over ranks may differ from them by rounding.

@@ -72,7 +72,7 @@ class StepStatistics:
 
     def skip_on_device(self) -> None:
         """Leave it to the optimizer to skip steps, by `found_inf`, if the host would wait for the device."""
-        if self._world.size > 1 and self._averaged.device.type != "cpu":
+        if self.looks and self._averaged.device.type != "cpu":
             self.found_inf = self._averaged.new_zeros(())
 
     def ask_to_stop(self) -> None:
@@ -93,8 +93,8 @@ class StepStatistics:
             for note, half in zip(self._notes[_CHECKSUMS], halves, strict=True):
                 note.fill_(half)
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Note the loss of a micro-batch."""
+    def add_micro_batch(self, loss: Tensor) -> None:
+        """Note the loss of a micro-batch, after its backward."""
         if self.looks:
             self._notes[_LOSS].add_(loss.detach() * 0.0)  # 0, or nan
 
@@ -102,14 +102,17 @@ class StepStatistics:
         """Start the exchange; return the function that waits for it. Collective: every rank calls this."""
         self._own.rotate()
         self._own[0].copy_(self._averaged)
-        scale = 1.0 / self._world.size
-        wait = self._world.collectives.allreduce_async(self._averaged, "statistics", scale)
+        wait = self._start_exchange()
 
         def wait_and_agree() -> None:
             wait()
             self._agree()
 
         return wait_and_agree
+
+    def _start_exchange(self) -> Callable[[], object]:
+        scale = 1.0 / self._world.size
+        return self._world.collectives.allreduce_async(self._averaged, "statistics", scale)
 
     def outcomes(self, *, of_all: bool) -> Iterator[Outcome]:
         """Yield those that were not yielded before.
@@ -169,7 +172,7 @@ class StepStatistics:
     def _fault(self, own: Tensor) -> str:
         moving, maxima, notes = own.tensor_split((-_NOTES - len(self.maxima), -_NOTES))
         parts = {"its loss is": notes, "its gradients are": maxima, "its batch-norm statistics are": moving}
-        return next((name for name, part in parts.items() if not part.isfinite().all()), "")
+        return next((f"{name} not finite" for name, part in parts.items() if not part.isfinite().all()), "")
 
 
 def _read_later(values: Tensor) -> Callable[[], list[float]]:

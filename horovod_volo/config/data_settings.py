@@ -28,12 +28,24 @@ class Data:
         0.1, "share of each class to hold out if there is no such folder; 0: none, which is an error"
     )
     batch_size: Count = setting(
-        128, "images per rank and micro-batch; with --global-batch: at most", aliases=("-b",)
+        128, "images per rank and micro-batch; with --global-batch: at most", aliases=("-b", "--micro-batch")
     )
     global_batch: CountOrZero = setting(
         0,
         "images per step over all ranks; sets a rank's batch size and --accumulation; 0: ranks x "
         "--batch-size x --accumulation",
+    )
+    reproducible: bool = setting(
+        False,
+        "the same weights, bit for bit, on any number of ranks: --global-batch is cut into micro-batches of "
+        "--micro-batch images, which ranks share, and no sum over them depends on its order",
+        needs="--global-batch",
+        excludes={
+            "--sync-bn all": "{flag} keeps batch norm inside a micro-batch. Add --sync-bn none.",
+            "--sync-bn heads": "{flag} keeps batch norm inside a micro-batch. Add --sync-bn none.",
+            "--compile": "{flag} needs PyTorch's own operators. Drop --compile, or {flag}.",
+            "--fit-head": "--fit-head sums features over ranks in their order. Drop it, or {flag}.",
+        },
     )
     eval_batch_size: CountOrZero = setting(
         0,

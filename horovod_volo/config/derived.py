@@ -25,11 +25,17 @@ class Derived:
     peak_lr: float
     min_lr: float
     warmup_lr: float
+    micro_batch: int = 0  # with --reproducible, whose averages are over the micro-batches of all ranks
 
     @property
     def images_per_rank(self) -> float:
         """Return the mean over ranks of their images in a step."""
         return self.global_batch / self.ranks
+
+    @property
+    def images_per_part(self) -> float:
+        """Return the mean number of images of the parts of a step, over which the exchange averages."""
+        return self.micro_batch or self.images_per_rank
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return the epoch, and the step inside it, of a step counted from the start of the run."""
@@ -74,8 +80,21 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
         decay_steps=steps_per_epoch * update.epochs,
         warmup_steps=warmup_steps,
         prefix_steps=warmup_steps if update.warmup_prefix else 0,
+        micro_batch=config.data.batch_size if config.data.reproducible else 0,
         **_learning_rates(update, global_batch),
     )
+
+
+def micro_batches(config: Config, rank: int, ranks: int) -> range:
+    """Return the numbers of a rank's micro-batches in a step: its own, or with --reproducible the step's."""
+    if not config.data.reproducible:
+        return range(config.update.accumulation)
+    return range(rank, config.data.global_batch // config.data.batch_size, ranks)
+
+
+def drawing_rank(config: Config, rank: int) -> int:
+    """Return the rank that a micro-batch's random numbers depend on: with --reproducible, none."""
+    return 0 if config.data.reproducible else rank
 
 
 def nearest_batches(global_batch: int, ranks: int) -> list[int]:
@@ -112,7 +131,9 @@ def _global_batch(config: Config, ranks: int) -> int:
 
 def _divided(config: Config, ranks: int) -> Config:
     wanted, largest = config.data.global_batch, config.data.batch_size
-    if config.launch.elastic:
+    if config.data.reproducible:
+        batch, accumulation = largest, -(-_all_micro_batches(wanted, largest, ranks) // ranks)
+    elif config.launch.elastic:
         batch, accumulation = _split_unevenly(wanted, ranks, largest)
     elif wanted % ranks:
         offers = [_offer(config, ranks, batch) for batch in nearest_batches(wanted, ranks)]
@@ -145,6 +166,22 @@ def _split_unevenly(images: int, ranks: int, largest: int) -> tuple[int, int]:
             f"--batch-size {largest}. Use a larger --global-batch or --batch-size, or fewer ranks (--max-np)."
         )
     return -(-of_rank // accumulation), accumulation
+
+
+def _all_micro_batches(images: int, micro_batch: int, ranks: int) -> int:
+    """Return the number of a step's micro-batches over all ranks, with --reproducible."""
+    count, over = divmod(images, micro_batch)
+    if over:
+        nearest = " or ".join(map(str, nearest_batches(images, micro_batch)))
+        raise UserError(
+            f"--global-batch {images} is not a multiple of --micro-batch {micro_batch}. Use {nearest}."
+        )
+    if count < ranks:
+        raise UserError(
+            f"--global-batch {images} has {count} micro-batches of --micro-batch {micro_batch}, too few for "
+            f"{ranks} ranks. Start at most {count}; another --micro-batch gives other weights."
+        )
+    return count
 
 
 def _offer(config: Config, ranks: int, global_batch: int) -> str:

@@ -43,7 +43,10 @@ EXTRAS: dict[str, dict[str, str]] = {
         "lamb": "horovod_volo.optim.trust_ratio",
         "lars": "horovod_volo.optim.trust_ratio",
     },
-    "exchange of gradients": {"sharded": "horovod_volo.cluster.sharding"},
+    "exchange of gradients": {
+        "sharded": "horovod_volo.cluster.sharding",
+        **dict.fromkeys(("whole reproducible", "sharded reproducible"), "horovod_volo.cluster.reproducible"),
+    },
     "pictures": {"classification": "horovod_volo.pictures.classification"},
     "profiler": {"steps": "horovod_volo.profiler.step_profiler"},
     "address": dict.fromkeys(("http", "https", "s3", "gs", "az"), "horovod_volo.remote.remote_catalog"),

@@ -53,7 +53,12 @@ class OrderedBatches(ABC, Generic[Pending, Result]):
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self._images, self._samples, self._settings, self._seed = images, len(images), settings, seed
         self._rank_indices = partial(
-            rank_indices, rank=rank, size=size, global_batch=global_batch, accumulation=accumulation
+            rank_indices,
+            rank=rank,
+            size=size,
+            global_batch=global_batch,
+            accumulation=accumulation,
+            micro_batch=settings.batch_size if settings.reproducible else 0,
         )
         self._device, self._decoder = device, image_decoder(settings.image_decoder)
         self._readers = ImageThreadPool(threads, "file-reader")

@@ -82,13 +82,23 @@ def packing_order(seed: int, length: int) -> NDArray[np.uint32]:
 
 
 def rank_indices(
-    order: NDArray[Any], step_in_epoch: int, *, rank: int, size: int, global_batch: int, accumulation: int
+    order: NDArray[Any],
+    step_in_epoch: int,
+    *,
+    rank: int,
+    size: int,
+    global_batch: int,
+    accumulation: int = 1,
+    micro_batch: int = 0,
 ) -> list[NDArray[np.int64]]:
     """Return the images of this rank in a step, an array for each micro-batch.
 
     Ranks, and micro-batches of a rank, differ by one image where the numbers do not divide the global batch.
+    With `micro_batch`, the global batch is cut into such micro-batches, whatever the ranks, which share them.
     """
     of_step = order[step_in_epoch * global_batch : (step_in_epoch + 1) * global_batch]
+    if micro_batch:
+        return list(of_step.reshape(-1, micro_batch)[rank::size].astype(np.int64))
     return np.array_split(of_step[rank::size].astype(np.int64), accumulation)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources, World
+from horovod_volo.config.derived import drawing_rank
 from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.images.split_folder import Split
@@ -109,7 +110,8 @@ class DenseLearner(Learner[DenseBatch, tuple[Tensor, Tensor]]):
 
     def seed(self, step: int, number: int) -> int:
         """Return the seed of what the network draws in a micro-batch."""
-        return drop_path_seed(self.config.run.seed, step, self.context.world.rank, number)
+        rank = drawing_rank(self.config, self.context.world.rank)
+        return drop_path_seed(self.config.run.seed, step, rank, number)
 
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the metrics of a model on the held-out images. Collective: every rank calls this."""

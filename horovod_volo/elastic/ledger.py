@@ -42,6 +42,7 @@ class LedgerStart:
     global_batch: int
     steps_per_epoch: int
     ranks: int
+    micro_batch: int = 0  # with --reproducible
     balance: float = 0.0  # --balance, or --aug-repeats: above 0 images are drawn several times by plan
 
     def span(self, epoch: int, first: int, last: int) -> dict[str, Any]:
@@ -81,6 +82,7 @@ class Ledger(Callback):
             global_batch=run.derived.global_batch,
             steps_per_epoch=run.derived.steps_per_epoch,
             ranks=run.world.size,
+            micro_batch=run.derived.micro_batch,
             # Other tasks do not read them.
             balance=(data.balance or data.aug_repeats) if run.config.model.task == "classification" else 0.0,
         )
@@ -232,10 +234,13 @@ class _LedgerCheck:
         """Return the sums over ranks of each step's checksums in an epoch, (steps, 2)."""
         block, window = start.block_shuffle, start.shuffle_window
         order = epoch_order(start.seed, epoch, start.images, block=block, window=window)
-        by_step = order[: start.steps_per_epoch * start.global_batch].reshape(start.steps_per_epoch, -1)
+        # Ranks take images in turn, or micro-batches.
+        parts = order[: start.steps_per_epoch * start.global_batch]
+        by_step = parts.reshape(start.steps_per_epoch, -1, start.micro_batch or 1)
         sums = np.zeros((start.steps_per_epoch, 2), dtype=np.int64)
         for rank in range(start.ranks):
-            own = checksums(start.seed, epoch, by_step[:, rank :: start.ranks])
+            of_rank = by_step[:, rank :: start.ranks].reshape(start.steps_per_epoch, -1)
+            own = checksums(start.seed, epoch, of_rank)
             sums += np.stack(own, axis=1).astype(np.int64)
         return sums
 

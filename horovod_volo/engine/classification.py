@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources, World
+from horovod_volo.config.derived import drawing_rank
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.batch import TrainBatch
@@ -142,7 +143,8 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
     def forward(self, batch: TrainBatch, step: int, number: int) -> Logits:
         """Return the logits of mixed images."""
         mix = self.mix(step, number)
-        seed = drop_path_seed(self.config.run.seed, step, self.world.rank, number)
+        rank = drawing_rank(self.config, self.world.rank)
+        seed = drop_path_seed(self.config.run.seed, step, rank, number)
         with self.autocast:
             logits = self.network_forward(mix.images(batch.images), mix.swap_tokens, seed)
         return Logits(*logits, mix)
@@ -189,13 +191,13 @@ PICTURES: Registry[Callable[..., Mapping[str, Picture]]] = Registry("pictures", 
 
 def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
     """Return MixToken, mixup/CutMix or no mixing as a function of the step and the micro-batch's number."""
-    seed, objective = config.run.seed, config.objective
+    seed, objective, rank = config.run.seed, config.objective, drawing_rank(config, world.rank)
     if objective.mix_token:
         side = build.tokens_per_side(config.model.model, config.model.img_size)
-        return lambda step, number: draw_box(seed, step, world.rank, number, side)
+        return lambda step, number: draw_box(seed, step, rank, number, side)
     if objective.mixup or objective.cutmix:
         pixels = config.model.img_size
-        return lambda step, number: draw_image_mix(objective, seed, step, world.rank, number, pixels)
+        return lambda step, number: draw_image_mix(objective, seed, step, rank, number, pixels)
     return lambda step, number: NO_BOX  # noqa: ARG005
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources, World
-from horovod_volo.config.derived import Derived
+from horovod_volo.config.derived import Derived, micro_batches
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS, CheckpointWriter
@@ -67,6 +67,7 @@ class TrainContext:
         """Build the task's learner and the schedules of a run, given its state."""
         self.config, self.derived, self.task, self.data, self.resources, self.cost = plan
         self.world, self.state, self.logger, self.stop = world, state, logger, stop
+        self.micro_batches = micro_batches(self.config, world.rank, world.size)  # numbers of those of a step
         device, reducer = self.resources.device, state.reducer
         self.learner = self.task.begin(self.config, world, self.data, self.resources, state.model)
         loader = self.learner.train_loader

@@ -34,7 +34,7 @@ def note_outcome(context: TrainContext, outcome: Outcome) -> None:
     for rank, (fault, of_rank) in enumerate(context.world.allgather_object((own, samples if own else ()))):
         if fault:
             where = f"on rank {rank}, samples {', '.join(map(str, of_rank))}"
-            context.logger.log(f"warning: step {step} is skipped: {fault} not finite {where}")
+            context.logger.log(f"warning: step {step} is skipped: {fault} {where}")
     if context.progress.skipped_in_a_row == _IN_A_ROW:
         go_back(context, step)
 

@@ -22,7 +22,7 @@ RankReport = dict[str, Any]  # what one rank has measured since the last log poi
 def log_point(context: TrainContext) -> None:
     """Log losses and speed since the last log point. Collective: every rank calls this."""
     meter, world, step = context.progress.meter, context.world, context.state.step
-    steps = meter.micro_batches / context.config.update.accumulation
+    steps = meter.micro_batches / len(context.micro_batches)
     names = meter.sums().keys()
     context.progress.skipped.count(round(steps))
     reports: list[RankReport] = world.allgather_object(_report(context, steps))

@@ -41,7 +41,7 @@ from horovod_volo.engine.model_cost import count_cost, refuse_long_run, refuse_m
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState, build_state
 from horovod_volo.engine.task import Task
-from horovod_volo.models.precision import precision_warnings
+from horovod_volo.models.precision import compute_reproducibly, precision_warnings
 from horovod_volo.models.registry import COMPILERS
 from horovod_volo.monitor.logger import METRICS, Logger, last_values
 from horovod_volo.monitor.meters import StragglerFinder, TrainingClock, peak_flops
@@ -65,6 +65,8 @@ FROM_DISK = Start()  # from a checkpoint, or with fresh weights
 def settle(config: Config, world: World, start: Start) -> Plan:
     """Make the settings final: complete them for the model, the ranks and the images. Collective."""
     begin_stage, resources = world.collectives.heartbeat.begin, rank_resources(world, config.launch.device)
+    if config.data.reproducible:
+        compute_reproducibly(resources.device)
     begin_stage("importing plugins")
 
     def complete() -> tuple[Task, Config, Config]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from horovod_volo.cluster.reducer import REDUCERS, Reducer
 from horovod_volo.cluster.world import World
+from horovod_volo.config.derived import micro_batches
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
@@ -101,13 +102,15 @@ def build_state(
     build.start_training(model.to(device))
     set_tf32(config.model.precision)
     fix_convolutions(model, config.model.precision, device)
-    reducer = REDUCERS.find("sharded" if update.shard_optimizer else "whole")(
+    kind = "sharded" if update.shard_optimizer else "whole"
+    reducer = REDUCERS.find(f"{kind} reproducible" if config.data.reproducible else kind)(
         model,
         world,
         config.exchange,
-        micro_batches=update.accumulation,
+        micro_batches=len(micro_batches(config, world.rank, world.size)),
         heads=heads,
         loss_is_scaled=settings.precision == "fp16",
+        of_all_ranks=len(micro_batches(config, 0, 1)) if config.data.reproducible else 0,
     )
     matrices: set[str] = set()  # which the optimizer updates otherwise than other parameters
     if spec.matrix_state_keys:

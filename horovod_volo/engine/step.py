@@ -23,13 +23,13 @@ def train_step(run: TrainContext, batches: Iterator[Batch]) -> None:
     state, learner, timer, record = run.state, run.learner, run.progress.timer, StepRecord(run)
     timer.begin()
     set_lr(state.optimizer, run.lr(state.step))
-    for number in range(run.config.update.accumulation):
+    for number in run.micro_batches:
         batch = next(batches)
         outputs = learner.forward(batch, state.step, number)
         losses = learner.loss(outputs, batch)
         del outputs  # backward frees their memory
         # Micro-batches count by their images, which differ where ranks do not divide the global batch.
-        loss = losses.total / (run.derived.images_per_rank / len(batch.indices))
+        loss = losses.total / (run.derived.images_per_part / len(batch.indices))
         state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         record.add(batch, losses)
     record.end_backward()

@@ -24,7 +24,7 @@ class StepRecord:
 
     def add(self, batch: Batch, losses: Losses) -> None:
         """Note a micro-batch."""
-        self._statistics.add_loss(losses.total)
+        self._statistics.add_micro_batch(losses.total)
         self._run.progress.meter.add(losses)
         self._samples += batch.indices.tolist()
         self._in_order.append(batch.drawn)

@@ -1,5 +1,7 @@
 """Autocast to bf16 or fp16, TF32, and convolutions that the CPU computes wrongly."""
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,14 @@ def set_tf32(precision: str) -> None:
     By default PyTorch does so in convolutions, but not in matrix products.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
+def compute_reproducibly(device: torch.device) -> None:
+    """Let torch add in the same order always: with one thread, and on a GPU with deterministic kernels."""
+    torch.set_num_threads(1)
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def precision_warnings(precision: str, device: torch.device) -> list[str]:

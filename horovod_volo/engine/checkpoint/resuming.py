@@ -110,6 +110,7 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
         "model_kwargs": config.model.model_kwargs,
         "shuffle_window": config.data.shuffle_window,
         "global_batch": derived.global_batch,
+        "micro_batch": derived.micro_batch,
         "image_decoder": image_decoder(config.data.image_decoder).name,
         "precision": config.model.precision,
         "averaged": bool(config.update.ema_decay),
@@ -140,6 +141,7 @@ def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
         "mean and std": _OF_THE_MODEL,
         "balance": 0.0,
         "aug_repeats": 0,
+        "micro_batch": 0,
         "model_kwargs": "",
         "freeze": "",
     }
