@@ -25,7 +25,7 @@ from torch.optim import SGD
 
 from horovod_volo.bench.comparison import Action
 from horovod_volo.cluster.collectives import WaitForResult
-from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.reducer import REDUCERS, Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.models.build import training_forward
@@ -98,11 +98,13 @@ def no_exchange(work: Work) -> Method:
     return Method("none", "none", model, _plain_step(work, model, _sgd(model)))
 
 
-def our_reducer(work: Work, compression: CompressionName, *, overlap: bool) -> Method:
+def our_reducer(
+    work: Work, compression: CompressionName, *, overlap: bool = True, kind: str = "whole"
+) -> Method:
     """Build a step with our reducer; without overlap it sends the buckets when backward has ended."""
     model, collectives = work.model(), copy.copy(work.world.collectives)
     # All-reduces need names of their own, as Horovod caches responses by name.
-    prefix, allreduce = f"{compression}.{overlap}", collectives.allreduce_async
+    prefix, allreduce = f"{kind}.{compression}.{overlap}", collectives.allreduce_async
 
     def named(tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:
         return allreduce(tensor, f"{prefix}.{name}", scale)
@@ -111,10 +113,15 @@ def our_reducer(work: Work, compression: CompressionName, *, overlap: bool) -> M
     # Waiting for a second micro-batch, which never comes, the reducer sends no bucket during backward.
     micro_batches, world = 1 if overlap else 2, replace(work.world, collectives=collectives)
     settings, optimizer = Exchange(compression=compression), _sgd(model)
-    reducer = Reducer(model, world, settings, micro_batches=micro_batches, heads=work.heads)
+    of_all = world.size if "reproducible" in kind else 0
+    reducer = REDUCERS.find(kind)(
+        model, world, settings, micro_batches=micro_batches, heads=work.heads, of_all_ranks=of_all
+    )
 
     def step() -> None:
-        work.loss(model).backward()  # type: ignore[no-untyped-call]
+        loss = work.loss(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        reducer.statistics.add_micro_batch(loss)
         with reducer.synchronized_gradients():
             optimizer.step()
 

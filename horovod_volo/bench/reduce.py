@@ -35,7 +35,14 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, spec_of
 
 OURS, LATE, BASELINE = "ours", "after backward", "no exchange"
-PEERS = {"stock": STOCK, "ddp": DDP, "late": LATE}  # values of --against and names in figures
+FP32, REPRODUCIBLE = "ours in fp32", "reproducible"
+PEERS = {
+    "stock": STOCK,
+    "ddp": DDP,
+    "late": LATE,
+    "fp32": FP32,
+    "reproducible": REPRODUCIBLE,
+}  # values of --against and names in figures
 _BACKWARD, _ALONE = "backward", "our exchange by itself"
 _COMPARED_STEPS = 3
 _TRIALS = 4
@@ -50,8 +57,12 @@ def measure(
     batch_size: BatchSize = 4,
     pairs: Pairs = 5,
     against: Annotated[
-        Sequence[Literal["stock", "ddp", "late"]],
-        Flag("stock Horovod, torch DDP, our buckets sent after backward; may be empty", may_be_empty=True),
+        Sequence[Literal["stock", "ddp", "late", "fp32", "reproducible"]],
+        Flag(
+            "stock Horovod, torch DDP, our buckets sent after backward, or in fp32, or with --reproducible; "
+            "may be empty",
+            may_be_empty=True,
+        ),
     ] = ("stock", "ddp", "late"),
 ) -> Result:
     """Measure rounds of our method, of no exchange, and of others. Collective: every rank calls this."""
@@ -117,6 +128,10 @@ def _build_methods(work: Work, peers: Sequence[str]) -> dict[str, Method]:
             methods[name] = _fastest(work, [checked(build(work)) for build in FORMS[name]])
     if LATE in peers:
         methods[LATE] = late
+    if FP32 in peers:
+        methods[FP32] = checked(our_reducer(work, "none"))
+    if REPRODUCIBLE in peers:
+        methods[REPRODUCIBLE] = checked(our_reducer(work, "none", kind="whole reproducible"))
     methods[BASELINE] = no_exchange(work)
     methods[BASELINE].step()
     return methods
@@ -157,6 +172,11 @@ def _figures(methods: dict[str, Method], work: Work, rounds: int) -> list[Figure
             Figure(f"exposed, relative to {name}'s", left[OURS] / left[name], "x")
             for name in FORMS
             if name in exposed
+        ),
+        *(
+            Figure.of(f"reproducible: step, relative to {name}", ms[REPRODUCIBLE] / ms[name], "x")
+            for name in (OURS, FP32)
+            if REPRODUCIBLE in methods and name in methods
         ),
         *(Figure.of(name, ms[name], "ms") for name in (_BACKWARD, _ALONE)),
         Figure.of("hidden of our exchange", 100 * (1 - exposed[OURS] / hideable), "%"),
