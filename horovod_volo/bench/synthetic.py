@@ -1,7 +1,5 @@
 """Random batches and label maps, and runs of the real engine on them, so that no figure depends on a disk."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

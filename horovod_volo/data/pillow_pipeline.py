@@ -4,8 +4,6 @@ Invariant: inputs are those of `image_decoder.py`, and pixels are DALI's up to r
 its inputs alone. Batches are returned in the order in which they were read, some of them decoded ahead.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import deque

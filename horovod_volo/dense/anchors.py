@@ -14,8 +14,6 @@ Invariant: all shapes are fixed by the batch, so that nothing synchronizes with 
 computes the same graph, whatever boxes its images have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt

@@ -5,8 +5,6 @@ and each softmax's sum are saved for backward, which recomputes the weights. The
 targets: that of a row is `uniform` on every class plus `weights` on the classes `ids`, which may repeat.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ place of steps, and are in a folder of their own: a resumed run voids earlier ev
 all that is to be shown is written again.
 """
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Iterable, Mapping, Sequence

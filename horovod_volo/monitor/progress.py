@@ -5,8 +5,6 @@ rich are not used: in log files and under launchers tqdm still rewrites its line
 rich prints nothing before the end.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass

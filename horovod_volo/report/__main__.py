@@ -7,8 +7,6 @@ The page is one HTML file that requests no other, so it can be sent and kept. A 
 Exit status: 0 done; 2 a mistake in the command line or a damaged run folder, explained in one message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -7,8 +7,6 @@ for a pair of catalog and store are computed once and cached beside the catalog.
 Invariant: no two images have the same map.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
