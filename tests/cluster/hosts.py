@@ -5,8 +5,6 @@ kernel ends each host with its parent process, and all processes of a host with 
 files of this machine, as in a cluster with a shared file system, and each has one CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

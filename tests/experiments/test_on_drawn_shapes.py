@@ -4,8 +4,6 @@ Each accuracy is of one seed on 1,000 held-out images, with a standard error of 
 The bounds allow for it; comparisons without a bound are only printed (pytest -rP).
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Sequence

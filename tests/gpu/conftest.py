@@ -1,7 +1,5 @@
 """Each test in this folder runs on the CPU, which checks the test itself, and on a GPU if there is one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ are traced as for torch.compile, and a graph break is an error. Networks have fe
 the outcome of each run as JSON.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import itertools

@@ -4,8 +4,6 @@ NCCL needs one GPU per rank, and the test machines have one GPU, so there is one
 is built for the device; tests/ranks shows on the CPU that sums over ranks are correct.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -4,8 +4,6 @@ On the CPU the kernels run in Triton's interpreter, which must be enabled before
 last test here starts a separate process for these cases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run uses the kernels that pass a check on its GPU, or here on the CPU in the interpreter of Triton."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

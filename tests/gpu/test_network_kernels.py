@@ -4,8 +4,6 @@ On the CPU they run in Triton's interpreter, which must be enabled before Triton
 test here starts a separate process for these cases.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any

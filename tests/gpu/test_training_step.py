@@ -4,8 +4,6 @@ On a GPU torch reports every synchronisation. On the CPU operations that would s
 error instead, so that a mistake is found without a GPU.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

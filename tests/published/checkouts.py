@@ -5,8 +5,6 @@ the published files are loaded, timm's functions are available under their forme
 `int` is not: only the code that draws the MixToken box uses it, and the tests replace that.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Label maps as in the published training, and pairs of our networks and the published ones to compare."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

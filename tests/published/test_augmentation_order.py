@@ -4,8 +4,6 @@ The published transforms flip the image, apply RandAugment to the whole image an
 Pixels, maps and crops are compared with those of TrainLoader with --randaugment-on image.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

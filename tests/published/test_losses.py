@@ -1,7 +1,5 @@
 """Targets and losses against the published ones, also of maps of several sizes and crops at the edges."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 

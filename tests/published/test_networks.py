@@ -1,7 +1,5 @@
 """Networks, the weights that both load, and initial weights, against the published code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -14,8 +14,6 @@ environment therefore start plain interpreters.
 The server ends with its standard input, and its children with the server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Starts the fork server when a test first needs a rank, and ends it with the tests."""
 
-from __future__ import annotations
-
 import atexit
 import configparser
 import os

@@ -1,7 +1,5 @@
 """Any number of ranks gives the same per-class accuracy as a simple loop over the images."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

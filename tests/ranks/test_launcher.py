@@ -1,7 +1,5 @@
 """`--ranks N`: the ranks of one command behave like one process, and none is left however it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

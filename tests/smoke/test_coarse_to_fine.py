@@ -1,7 +1,5 @@
 """jobs/coarse_to_fine, stopped in either stage, resumes and gives bit-identical weights."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

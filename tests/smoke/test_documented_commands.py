@@ -4,8 +4,6 @@ They run in their order, on a few images and with small networks. What they comp
 each is spelled as documented, and finds what earlier ones wrote.
 """
 
-from __future__ import annotations
-
 import configparser
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """evaluate gives the accuracies of training and of timm, and predict the classes of an evaluation."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """tools/export of networks for classes, pixels and boxes: what is written, checked, read back and refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -4,8 +4,6 @@ Takes minutes and the package index: add --install. torch and torchvision are in
 docs/install.md says, in the tested versions.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

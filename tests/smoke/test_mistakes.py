@@ -1,7 +1,5 @@
 """A mistake ends the trainer within seconds, with one line that contains the remedy, and writes nothing."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

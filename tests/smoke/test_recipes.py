@@ -3,8 +3,6 @@
 Expected values are computed here from the TOML file and the table below.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """`report` on a real run that was stopped and resumed, with its pictures."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

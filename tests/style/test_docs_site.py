@@ -4,8 +4,6 @@ from other hosts.
 `./tools/docs` builds the site in an environment of its own, which the last tests use if it is there.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Limits on the length of modules and functions, and on names; no leftovers in the repository."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Folders of images whose colours encode the position of each pixel or are smooth, and loaders on a CPU."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any

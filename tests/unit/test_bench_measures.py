@@ -1,7 +1,5 @@
 """Each benchmark runs at a tiny size, reports its figures, and refuses wrong values; also those of a GPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The simulator is tested against cases counted by hand, and against what must hold whatever the numbers are.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What follows from settings: batches, steps and learning rates; and which stated settings have no effect."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mistakes in flags and recipes are refused in one line that says what to type instead; and the help."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Sequence

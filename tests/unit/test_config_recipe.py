@@ -1,7 +1,5 @@
 """The command line is the schema; recipes are read as they were written; default < recipe < flag."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Crops, RandAugment, colour jitter and erasing: distributed as in timm and torchvision, equal to Pillow."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

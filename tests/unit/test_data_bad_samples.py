@@ -1,7 +1,5 @@
 """Damaged samples are replaced by a fixed rule, reported and limited; unusual images are read correctly."""
 
-from __future__ import annotations
-
 import io
 import struct
 from pathlib import Path

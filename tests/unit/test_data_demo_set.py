@@ -1,7 +1,5 @@
 """The demo set and the drawn scenes are reproducible, created atomically and labelled correctly."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Windows of images with masks or boxes: one map, the references' distributions, functions of the seed."""
 
-from __future__ import annotations
-
 import random
 from contextlib import closing
 from dataclasses import replace

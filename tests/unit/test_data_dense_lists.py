@@ -1,7 +1,5 @@
 """Lists of images with masks or boxes, with the oddities of real ones: each is read, or explained."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Evaluation images and their predictions are those of timm, on any number of ranks."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pillow's pipelines give DALI's pixels up to rounding, in a network's colours and the sizes of the files."""
 
-from __future__ import annotations
-
 import io
 import sys
 import threading

@@ -5,8 +5,6 @@ centre: class 0 the row, class 1 the column. TrainLoader augments both, and the 
 recovered from the targets that the loss computes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple

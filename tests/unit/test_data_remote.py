@@ -1,7 +1,5 @@
 """Shards on a server give the samples of the same shards on a local disk, in the same order, or an error."""
 
-from __future__ import annotations
-
 import base64
 import json
 import multiprocessing

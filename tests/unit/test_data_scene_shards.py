@@ -1,7 +1,5 @@
 """Packed images and masks are those of the folder, in its order; what is missing is named in one message."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import tarfile

@@ -1,7 +1,5 @@
 """What the checks of the doctor find on machines unlike this one, and the report of several ranks."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shlex

@@ -1,7 +1,5 @@
 """The learning rates that follow from the global batch, and what the start of a run warns of."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints are bit-identical, complete or absent, and damage to them is detected."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

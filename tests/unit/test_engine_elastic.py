@@ -1,7 +1,5 @@
 """What a rank takes along when ranks are formed again, and how it asks horovodrun's driver for its rank."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

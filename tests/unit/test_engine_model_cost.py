@@ -1,7 +1,5 @@
 """Operations of a network."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

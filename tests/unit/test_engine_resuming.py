@@ -1,7 +1,5 @@
 """Checkpoints of a run: training goes on while one is written, and damaged files are named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The lock of a run folder is refused while its owner lives, and taken over when it does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """ImageNet-ReaL and -V2, accuracy per class, the worst classes, and the images that a run held out."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Which Slurm jobs requeue themselves: the scripts of jobs/, without Slurm and MPI."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The teacher sees squares of whole images; damaged ones are left out and reported.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

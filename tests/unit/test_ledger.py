@@ -1,7 +1,5 @@
 """The ledger proves that every image of an epoch was taken once, and shows what was not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Evaluation uses the auxiliary head only where it was trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

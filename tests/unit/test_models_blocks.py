@@ -1,7 +1,5 @@
 """Outlook attention equals timm's, dropped branches are not computed, recomputing changes no result."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

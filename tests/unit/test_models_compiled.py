@@ -1,7 +1,5 @@
 """--compile compiles each class of blocks once, with unchanged results and gradients ready block by block."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """SSD and UperNet: names, shapes and order of outputs, sizes of images, weights to start from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

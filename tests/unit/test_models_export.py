@@ -4,8 +4,6 @@ For timm they are bit-identical, except that timm sums outlook attention in anot
 equal up to rounding.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """A teacher of any architecture labels each cell with its own head; networks that cannot are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

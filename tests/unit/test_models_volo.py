@@ -1,7 +1,5 @@
 """The networks equal timm's VOLO up to rounding; the training forward, also that of LV-ViT."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from typing import Any

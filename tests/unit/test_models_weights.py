@@ -1,7 +1,5 @@
 """Loading weights: all file formats, resizing to another input size, and errors where they do not fit."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Losses, times and ranks that are slower between log points, the words of a profile, and progress lines."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time

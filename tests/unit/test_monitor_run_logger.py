@@ -1,7 +1,5 @@
 """The files of a run: one JSON object per line, TensorBoard events, and no records after the resumed step."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Anchors by hand, targets against DALI's box_encoder, SSD's loss and its detections against loops."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loss with targets from label maps, against dense published formulas and RoIAlign by loops."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, get_args
 

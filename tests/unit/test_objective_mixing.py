@@ -1,7 +1,5 @@
 """MixToken, Mixup and CutMix: what is mixed, and the published distributions of boxes and weights."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

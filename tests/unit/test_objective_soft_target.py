@@ -1,7 +1,5 @@
 """Soft targets, their cross-entropy and their binary cross-entropy against the dense formulas and timm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Optimizers have timm's parameter groups, timm's and torch's steps, and complete state from the start."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Collection

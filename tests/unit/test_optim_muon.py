@@ -1,7 +1,5 @@
 """Muon: orthogonalisation against the singular value decomposition, steps against their formula."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Learning rates, clipping, averaged weights and counts of skipped steps, against torch's and timm's."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any, Literal

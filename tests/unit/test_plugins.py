@@ -1,7 +1,5 @@
 """Plugins that cannot be imported, or register an existing name, are refused with one message."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Axes and charts of the report: round ticks, points where they belong, contrast."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.resources import files

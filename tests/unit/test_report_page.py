@@ -1,7 +1,5 @@
 """A report of made-up runs: its sections, its numbers, and what it does without."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What is chosen where the command line names no model: for weights, images, ranks and the device."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Python interface in one process: settings, results, signals, callbacks, and trainers in a row."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
