@@ -5,7 +5,6 @@ docs/install.md says, in the tested versions.
 """
 
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -93,27 +92,6 @@ def test_the_archives_contain_the_package_and_nothing_else(archives: Path) -> No
         files = {member.name.partition("/")[2] for member in archive if member.isfile()}
     about = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
     assert {name for name in files if not name.startswith("horovod_volo.egg-info/")} == names | about
-
-
-def test_core_packages_are_enough_for_every_command(clean: Path, tmp_path: Path) -> None:
-    make_demo_set(tmp_path / "images", train=40, val=20)
-    command = clean / "horovod-volo"
-    checked = call(tmp_path, command, "doctor")
-    assert "one rank needs none" in checked
-    assert "Pillow reads the images" in checked
-    trained = call(tmp_path, command, "train", "images", *TRAINED)
-    assert "images read by Pillow (DALI is not installed)" in trained
-    assert "done: " in trained
-    evaluated = call(tmp_path, command, "evaluate", "images", "--weights", "runs/run")
-    assert re.search(r"^images +20 of ", evaluated, re.MULTILINE)
-    assert "images read by Pillow" in evaluated
-    image = next((tmp_path / "images/val").rglob("*.jpg"))
-    assert ".jpg: " in call(tmp_path, command, "predict", "runs/run", image)
-    call(tmp_path, command, "export", "runs/run", "exported")
-    assert (tmp_path / "exported/model.safetensors").exists()
-    refused = call(tmp_path, command, "export", "runs/run", "with_onnx", "--onnx", status=2)
-    assert "pip install 'horovod_volo[export]'" in refused
-    assert "one rank needs none" in call(tmp_path, command, "doctor")
 
 
 @pytest.mark.parametrize("extra", EACH_EXTRA)

@@ -178,27 +178,6 @@ def test_flags_without_effect_are_named_in_one_warning() -> None:
     assert warning.startswith("--pin-mem, --worker-seeding, --channels-last: without effect here")
 
 
-# From the page on training scripts in timm's documentation; tests/smoke/test_cluster_guide.py has others.
-PUBLISHED = """
---data-dir /imagenet/ --model efficientnet_b2 -b 128 --sched step --epochs 450 --decay-epochs 2.4
---decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 --weight-decay 1e-5 --drop 0.3
---drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa rand-m9-mstd0.5 --remode pixel --reprob 0.2
---amp --lr .016
-
---data-dir /imagenet --model seresnet34 --sched cosine --epochs 150 --warmup-epochs 5 --lr 0.4 --reprob 0.5
---remode pixel --batch-size 256 --amp -j 4
-
---data-dir /imagenet --model resnext50_32x4d --lr 0.6 --warmup-epochs 5 --epochs 240 --weight-decay 1e-4
---sched cosine --reprob 0.4 --recount 3 --remode pixel --aa rand-m7-mstd0.5-inc1 -b 192 -j 6 --amp
---dist-bn reduce
-"""
-
-
-@pytest.mark.parametrize("line", PUBLISHED.split("\n\n"))
-def test_a_published_command_line_is_parsed(line: str) -> None:
-    parse(line.split())
-
-
 def test_a_whole_number_in_a_recipe_will_do_for_a_float(tmp_path: Path) -> None:
     config = parse(["--recipe", recipe_of(tmp_path, "[update]\nlr = 1\n[data]\nscale = [1, 1]")]).config
     assert type(config.update.lr) is float

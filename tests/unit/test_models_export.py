@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, spec_of
 from horovod_volo.models.onnx_export import (
-    ConvolvedOutlook,
     MatrixPool,
-    exportable,
     fold_windows,
     onnx_difference,
     place_weights,
@@ -36,7 +34,6 @@ from horovod_volo.models.timm_export import (
     CONFIG,
     WEIGHTS,
     atomic_folder,
-    check_folder,
     config_of,
     timm_difference,
     write_timm_folder,
@@ -96,21 +93,6 @@ def test_pooling_by_matrices_equals_adaptive_pooling(cells: int, height: int, wi
     maps = random(2, 5, height, width)
     pooled = MatrixPool(cells)(maps)
     torch.testing.assert_close(pooled, F.adaptive_avg_pool2d(maps, cells), rtol=0, atol=1e-6)
-
-
-@torch.inference_mode()
-def test_the_exportable_copy_has_the_same_logits_and_its_own_weights() -> None:
-    network = built("volo_demo", 96)
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    copy, images = exportable(network.train()), random(2, 3, 96, 96)
-    assert network.training
-    assert not copy.training
-    torch.testing.assert_close(copy(images), network.eval()(images), rtol=0, atol=1e-5)
-    assert not any(isinstance(module, ConvolvedOutlook) for module in network.modules())
-    assert any(isinstance(module, ConvolvedOutlook) for module in copy.modules())
-    for parameter in copy.parameters():
-        parameter.zero_()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
 
 @pytest.mark.parametrize(("name", "side"), [("volo_demo", 64), ("lvvit", 64), ("test_resnet", 64)])
@@ -304,11 +286,3 @@ def test_concurrent_exports_do_not_replace_each_other(tmp_path: Path) -> None:
             slower.close()
     assert (target / CONFIG).read_text() == "faster"
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
-def test_files_and_other_folders_are_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is a file"):
-        check_folder(tmp_path / "file", replace=True)
-    with pytest.raises(UserError, match=r"holds files that are not of an export \(file\)"):
-        check_folder(tmp_path, replace=True)
