@@ -41,9 +41,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def open_context(
-    images: Path, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[OpenContext]:
+def open_context(images, device, tmp_path, monkeypatch) -> Iterator[OpenContext]:
     """Return a function that sets up runs on the device; all are closed at the end."""
 
     def use_device(world: World, _device: str) -> RankResources:

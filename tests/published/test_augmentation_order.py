@@ -159,13 +159,7 @@ def test_pixels_and_crops_are_the_published_ones(published: PublishedCode, tmp_p
 
 @pytest.mark.parametrize("amount", [0.35, -0.23])
 @pytest.mark.parametrize("kind", ops.GEOMETRIC)
-def test_label_maps_are_the_published_ones(
-    published: PublishedCode,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: ops.Operation,
-    amount: float,
-) -> None:
+def test_label_maps_are_the_published_ones(published, tmp_path, monkeypatch, kind, amount):
     """Up to one cell, because the published code maps corners of cells instead of centres, half a cell away.
 
     The images are square, because the published code rotates and shears all maps as those of square images.

@@ -142,17 +142,7 @@ def assert_equal(
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
 @pytest.mark.parametrize("maps", [True, False], ids=["maps", "classes"])
 @pytest.mark.parametrize(("module", "name", "truth", "ours"), LOSSES)
-def test_losses(
-    published: PublishedCode,
-    batch: int,
-    side: int,
-    mixed: bool,
-    maps: bool,
-    module: str,
-    name: str,
-    truth: dict[str, Any],
-    ours: dict[str, Any],
-) -> None:
+def test_losses(published, batch, side, mixed, maps, module, name, truth, ours):
     """In an odd batch the middle image is its own MixToken partner. 384 pixels give 24 x 24 tokens."""
     loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **truth)
     labels = labels_of(batch, SEED)

@@ -60,9 +60,7 @@ def uninterrupted(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return output
 
 
-def test_a_chain_that_is_stopped_in_both_stages_gives_the_same_weights(
-    demo_set: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_chain_that_is_stopped_in_both_stages_gives_the_same_weights(demo_set, uninterrupted, tmp_path):
     first = chain(demo_set, tmp_path, coarse=("--stop-at-step", "3"))
     assert first.returncode == STOPPED, first.stdout
     assert not (tmp_path / "chain" / "fine").exists()

@@ -69,9 +69,7 @@ def test_the_accuracies_are_those_of_the_training(trained: Path, demo_set: Path)
     assert read_class_names(str(last)) == read_class_names(str(last / "ema.safetensors")) == folders
 
 
-def test_classes_are_found_by_their_names(
-    trained: Path, demo_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classes_are_found_by_their_names(trained, demo_set, tmp_path, capsys):
     """Without the first class, the others keep their numbers; a class of another name is refused."""
     whole = evaluated(demo_set, trained, "--per-class", "all")
     shutil.copytree(demo_set / "val", tmp_path / "some" / "val")
@@ -163,9 +161,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 
     return capsys.readouterr().out
 
 
-def test_each_format_has_the_same_classes(
-    weights: str, demo_set: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_format_has_the_same_classes(weights, demo_set, capsys):
     folder = demo_set / "val"
     whole = json.loads(shown(capsys, weights, folder, "--format", "json", "--top", "10"))
     names = sorted(["n01440764 tench, Tinca tinca", *NAMES[1:]])
@@ -184,9 +180,7 @@ def test_each_format_has_the_same_classes(
     assert f"{best['class']} {100 * best['probability']:.1f} %" in table[0]
 
 
-def test_the_page_shows_every_image_and_requests_nothing(
-    weights: str, demo_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_every_image_and_requests_nothing(weights, demo_set, tmp_path, capsys):
     page = tmp_path / "page.html"
     shown(capsys, weights, demo_set / "val", "--top", "10", "--html", page)
     text = page.read_text()
@@ -203,9 +197,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().err
 
 
-def test_images_that_cannot_be_read_are_named(
-    weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_that_cannot_be_read_are_named(weights, tmp_path, capsys):
     Image.fromarray(np.zeros((50, 40, 3), np.uint8)).save(tmp_path / "good.png")
     (tmp_path / "bad.jpg").write_text("not an image")
     (tmp_path / "notes.txt").write_text("of no concern")
@@ -225,9 +217,7 @@ def test_images_that_cannot_be_read_are_named(
         assert message in mistake(capsys, source, tmp_path / images)
 
 
-def test_names_are_read_from_stdin_and_a_reader_may_stop_reading(
-    weights: str, demo_set: Path, tmp_path: Path
-) -> None:
+def test_names_are_read_from_stdin_and_a_reader_may_stop_reading(weights, demo_set, tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("\n".join(map(str, sorted((demo_set / "val").rglob("*.jpg")))))
     command = f"{shlex.join(python())} -m horovod_volo.predict {weights} - -b 1 < {names} | head -n 3"

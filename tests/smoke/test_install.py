@@ -95,9 +95,7 @@ def test_the_archives_contain_the_package_and_nothing_else(archives: Path) -> No
 
 
 @pytest.mark.parametrize("extra", EACH_EXTRA)
-def test_each_extra_alone_adds_what_it_is_for(
-    clean: Path, archives: Path, tmp_path: Path, extra: str
-) -> None:
+def test_each_extra_alone_adds_what_it_is_for(clean, archives, tmp_path, extra):
     """In an environment of its own, which sees the core packages of the clean one."""
     call(tmp_path, sys.executable, "-m", "venv", "venv")
     (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")

@@ -186,9 +186,7 @@ def test_the_learning_rate_of_ssd_is_divided_before_epochs_43_and_54() -> None:
         (["--opt", "sgd", "--shard-optimizer", "--ema-decay", "0.9"], 4, 8 + (4 + 4) / 4 + 4),
     ],
 )
-def test_memory_depends_on_optimizer_and_ranks(
-    flags: list[str], ranks: int, bytes_per_parameter: float
-) -> None:
+def test_memory_depends_on_optimizer_and_ranks(flags, ranks, bytes_per_parameter):
     config = parse(["--recipe", "volo_d5", *flags]).config
     reported = properties_in(describe(config, ranks, configured("volo_d5")[1]))
     expected = bytes_per_parameter * PUBLISHED["volo_d5"][0] / GIB

@@ -40,9 +40,7 @@ def test_the_page_of_a_real_run(run_folder: Path) -> None:
     assert page.column("What differs from the defaults", 2)["update.epochs"] == "2"
 
 
-def test_the_worst_classes_have_pictures_while_the_data_is_there(
-    run_folder: Path, demo_set: Path, tmp_path: Path
-) -> None:
+def test_the_worst_classes_have_pictures_while_the_data_is_there(run_folder, demo_set, tmp_path):
     found = json.loads((run_folder / "confusions.json").read_text())
     records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     assert found["step"] == records[-1]["step"]

@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +27,7 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
 
 
-def test_a_wrong_loss_is_not_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_loss_is_not_measured(monkeypatch, capsys):
     flags = "loss --classes 40 60 --batch-sizes 2 --pairs 3"
     assert command_line.main([*flags.split(), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -59,9 +56,7 @@ def test_a_wrong_loss_is_not_measured(
         ("simulate --models volo_demo", "volo_d1"),
     ],
 )
-def test_a_mistake_is_reported_with_its_remedy(
-    flags: str, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_reported_with_its_remedy(flags, remedy, capsys):
     assert command_line.main(flags.split()) == 2
     assert remedy in capsys.readouterr().err
 
@@ -122,9 +117,7 @@ def test_ceilings_of_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(figure.value > 0 for figure in figures)
 
 
-def test_a_failure_does_not_stop_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_does_not_stop_the_rest(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     python = tmp_path / "python"
     python.write_text(STAND_IN)

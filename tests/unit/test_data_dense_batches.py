@@ -179,9 +179,7 @@ def batches(
         return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
 
 
-def test_painted_boxes_and_their_pixels_agree_to_a_pixel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_painted_boxes_and_their_pixels_agree_to_a_pixel(tmp_path, monkeypatch):
     monkeypatch.setattr(box_loader, "_RANGES", ((1.0, 1.0),) * 3)
     images = painted(tmp_path)
     compared, cut = 0, 0

@@ -135,9 +135,7 @@ def is_beyond(tokens: TokenPlaces) -> NDArray[np.bool_]:
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("cells", [9, 14, 18])
-def test_labels_belong_to_the_positions_of_the_pixels(
-    tmp_path: Path, geometry: MapGeometry, cells: int
-) -> None:
+def test_labels_belong_to_the_positions_of_the_pixels(tmp_path, geometry, cells):
     folders = coded_set(tmp_path, geometry, cells)
     batch = one_batch(*folders, geometry, hflip=0.5, vflip=0.5)
     right = np.stack([errors(tokens, cells) for tokens in batch])

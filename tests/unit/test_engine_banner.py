@@ -29,9 +29,7 @@ def warnings_of(ranks: int, *argv: str, images: int = IMAGENET) -> list[str]:
         (8, "--model lvvit_s -b 64", "512 1,024", "0.0008 0.0016", "2,502 1,251", "1024"),
     ],
 )
-def test_another_global_batch_is_a_warning_with_its_effects(
-    ranks: int, argv: str, batches: str, peaks: str, steps: str, nearest: str
-) -> None:
+def test_another_global_batch_is_a_warning_with_its_effects(ranks, argv, batches, peaks, steps, nearest):
     (warning,) = warnings_of(ranks, *argv.split())
     found = re.match(r"(\S+) images per step, .*?([\d,]+): ", warning)
     assert found is not None

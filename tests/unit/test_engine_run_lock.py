@@ -87,9 +87,7 @@ def test_a_damaged_lock_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other", [{"boot": "another"}, {"processes": "pid:[1]"}], ids=["host of the same name", "container"]
 )
-def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: dict[str, str]
-) -> None:
+def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(tmp_path, monkeypatch, capsys, other):
     monkeypatch.setattr(run_lock, "_STALE_SECONDS", 1.0)
     monkeypatch.setattr(run_lock, "_REFRESH_SECONDS", 0.1)
     lost = RunLock(tmp_path)
@@ -110,9 +108,7 @@ def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_that_is_made_but_reported_as_failed_is_a_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_is_made_but_reported_as_failed_is_a_lock(tmp_path, monkeypatch):
     """As over NFS: the answer of the server was lost, and the client asked again."""
     link = os.link
 
@@ -126,9 +122,7 @@ def test_a_link_that_is_made_but_reported_as_failed_is_a_lock(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_refresh_does_not_overwrite_a_lock_that_was_taken_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refresh_does_not_overwrite_a_lock_that_was_taken_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_REFRESH_SECONDS", 0.1)
     path, dumps, taken = tmp_path / "lock.json", json.dumps, threading.Event()
 

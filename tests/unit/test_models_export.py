@@ -144,9 +144,7 @@ def test_a_network_that_torch_cannot_export_is_a_user_error(tmp_path: Path) -> N
         ("resnet18", 64, "resnet18", set()),
     ],
 )
-def test_timm_builds_the_same_network_from_an_exported_folder(
-    name, side, architecture, arguments, tmp_path
-) -> None:
+def test_timm_builds_the_same_network_from_an_exported_folder(name, side, architecture, arguments, tmp_path):
     network = trained(tmp_path, name, side)
     made = exported(tmp_path, network)
     config = json.loads((made / CONFIG).read_text())

@@ -132,9 +132,7 @@ def test_a_last_line_without_a_line_feed_is_kept(tmp_path: Path) -> None:
     assert metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
-def test_the_log_file_has_the_text_of_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_file_has_the_text_of_the_terminal(tmp_path, capsys):
     for number in (1, 2):
         logger = RunLogger(tmp_path, RunLength(number, 10, 10, 1))
         logger.log(f"run {number}", "of Größe")
@@ -152,9 +150,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_nothing_is_lost_on_a_disk_that_was_full(
-    small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_lost_on_a_disk_that_was_full(small_disk, capsys):
     logger = RunLogger(small_disk, RunLength(0, 100, 10, 1))
     train(logger, 1)
     ballast = small_disk / "ballast"
@@ -178,9 +174,7 @@ def test_nothing_is_lost_on_a_disk_that_was_full(
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_folder_that_was_removed_is_made_again(
-    comes_back: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_was_removed_is_made_again(comes_back, tmp_path, capsys):
     folder = tmp_path / "run"
     logger = RunLogger(folder, RunLength(0, 100, 10, 1))
     train(logger, 1)

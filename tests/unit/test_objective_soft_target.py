@@ -103,9 +103,7 @@ def loss_in_place(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor, T
 
 @pytest.mark.parametrize("block", [1, 2500, 1 << 20])  # one row, some rows, all rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_in_place_form_writes_the_gradient_over_the_logits(
-    block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_in_place_form_writes_the_gradient_over_the_logits(block, dtype, monkeypatch):
     monkeypatch.setattr(soft_target, "_BLOCK", block)
     target = random_target(6, 30, 1001, seed=9)
     logits = (torch.randn(6, 1001, generator=torch.Generator().manual_seed(10)) * 3).to(dtype)

@@ -254,9 +254,7 @@ def test_the_metrics_of_other_tasks_are_shown(tmp_path: Path, metrics: dict[str,
         ("confusions.json", "{", "confusions.json is damaged"),
     ],
 )
-def test_a_damaged_folder_is_one_error(
-    tmp_path: Path, name: str, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_folder_is_one_error(tmp_path, name, content, message, capsys):
     folder = write_run(tmp_path / "a")
     if content is None:
         (folder / name).unlink()
