@@ -14,7 +14,6 @@ import pytest
 import torch
 from huggingface_hub import constants as hub
 from PIL import Image
-from safetensors.torch import save_file
 
 import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only after it
 
@@ -25,7 +24,7 @@ from timm.data import create_transform, resolve_model_data_config
 from horovod_volo import evaluate, predict
 from horovod_volo.models.weights_header import read_class_names
 from tests.ranks.launching import python, run, train
-from tests.smoke.conftest import HELD_OUT_IMAGES, save_run
+from tests.smoke.conftest import HELD_OUT_IMAGES, publish, save_run
 
 TIMMS = "test_vit.r160_in1k"  # the smallest timm model whose mean and std are not ImageNet's
 CLASSES, RIGHT = 1000, 40
@@ -94,15 +93,6 @@ def draw_image(number: int) -> Image.Image:
     return Image.fromarray(colours).resize((168, 168), Image.Resampling.NEAREST)
 
 
-def write_cache(folder: Path, name: str, network: torch.nn.Module) -> None:
-    """Write weights into a cache as huggingface_hub does."""
-    cached, digest = folder / f"models--timm--{name}", "0" * 40
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text(digest)
-    (cached / "snapshots" / digest).mkdir(parents=True)
-    save_file(network.state_dict(), cached / "snapshots" / digest / "model.safetensors")
-
-
 @torch.inference_mode()
 def logits_of(network: torch.nn.Module, images: list[Image.Image], **colours: Any) -> torch.Tensor:
     """Return a model's logits (images, classes) with timm's own transform."""
@@ -116,7 +106,7 @@ def test_a_network_of_timm_is_evaluated_as_by_timm(tmp_path: Path, monkeypatch: 
     network = timm.create_model(TIMMS).eval()
     with torch.no_grad():
         network.head.weight.normal_()  # otherwise it predicts one class for all images
-    write_cache(tmp_path / "cache", TIMMS, network)
+    publish(tmp_path / "cache", TIMMS, network.state_dict())
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     images = [draw_image(number) for number in range(RIGHT + CLASSES)]

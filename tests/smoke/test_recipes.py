@@ -147,9 +147,6 @@ def test_the_header_agrees_with_the_recipe(name: str) -> None:
     per_rank = recipe["data"]["batch_size"]
     assert ranks * per_rank == batch == update["lr_base_size"]
     assert header["Batch"].startswith(f"{ranks} ranks x {per_rank} = {batch}")
-    assert "; any other scales " in header["Batch"]
-    assert name.startswith("ssd300") or f"(--global-batch {batch})" in header["Batch"]
-
     inputs = ("--token-label-data", "--finetune", "--ground-truth")
     given = {flag[2:].replace("-", "_") for flag in inputs if flag in command}
     assert ("finetune" in given) == (name in DENSE or update["weight_decay"] == 1e-8)

@@ -17,6 +17,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.models.registry import COMPILERS
 
 CPU = torch.device("cpu")
+TINY: dict[str, Any] = {"model": "volo_demo", "img_size": 32, "batch_size": 2, "pairs": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -62,15 +63,14 @@ def test_a_mistake_is_reported_with_its_remedy(flags, remedy, capsys):
 
 
 def test_a_step_is_measured() -> None:
-    result = step.measure(model="volo_demo", img_size=32, batch_size=2, precision="fp32", pairs=3)
+    result = step.measure(**TINY)
     figures = {figure.label: figure.value for figure in result.figures}
     assert list(figures) == ["images a second", "whole step", "first 3 steps"]
     assert figures["images a second"] == pytest.approx(2000 / figures["whole step"])
 
 
 def test_steps_are_compared_with_those_of_timms_network() -> None:
-    settings = {"model": "volo_demo", "img_size": 32, "batch_size": 2, "pairs": 2}
-    result = peers.measure(**settings, against=["eager", "published"])
+    result = peers.measure(**TINY, against=["eager", "published"])
     assert all(figure.value > 0 for figure in result.figures)
     assert {"faster than eager", "faster than published"} <= {figure.label for figure in result.figures}
 
@@ -90,14 +90,6 @@ case "$3" in
 esac
 echo '{RECORD}'
 """
-TINY: dict[str, Any] = {
-    "model": "volo_demo",
-    "img_size": 32,
-    "batch_size": 2,
-    "precision": "fp32",
-    "drop_path": 0.1,
-    "pairs": 3,
-}
 
 
 def test_the_commands_of_the_plan_are_understood_and_every_part_takes_less_than_eight_minutes() -> None:
