@@ -97,10 +97,8 @@ def test_records_are_appended_with_what_produced_them(tmp_path: Path) -> None:
         append(record(commit=commit), path)
     assert read_records(path) == [record(commit="old"), record(commit="new")]
     made = read_records(path)[0]
-    assert list(made) == ["name", "title", "date", "commit", "hardware", "load", "command", "figures"]
     assert made["load"] == [0.12, 2.0]
     assert made["hardware"]["cores"] > 0
-    assert json.loads(json.dumps(made)) == made
     with pytest.raises(UserError, match="Record from a checkout"):
         append(record(), tmp_path / "nowhere" / "results.jsonl")
 

@@ -112,9 +112,7 @@ def test_a_folder_that_permission_denies() -> None:
         try:
             if is_root:
                 os.seteuid(UNPRIVILEGED)
-            with pytest.raises(
-                UserError, match=r"train/(ulm|three\.png) cannot be listed: Permission denied\."
-            ):
+            with pytest.raises(UserError, match=r"train/(ulm|three\.png) cannot be listed"):
                 list_scenes(root, find_layout(root), "train")
             assert set(paths_below(train, denied)) == {"one.png", "ulm", "four"}
         finally:
