@@ -61,7 +61,6 @@ class Work:
         return ModelWithLoss(copy.deepcopy(self.network))
 
     def loss(self, model: Callable[..., Tensor]) -> Tensor:
-        """Run forward."""
         return model(self.images, self.classes)
 
 

@@ -115,7 +115,6 @@ class SyntheticRun:
         self.context.close()
 
     def step(self) -> None:
-        """Take one step."""
         train_step(self.context, itertools.repeat(self.batch))
 
     def losses(self, steps: int) -> Tensor:

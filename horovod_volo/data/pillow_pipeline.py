@@ -99,7 +99,6 @@ def build_eval_pipeline(
     interpolation: str,
     **_: Any,
 ) -> PillowPipeline:
-    """Build the evaluation pipeline."""
     mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
 
     def decode(encoded: NDArray[np.uint8], size: NDArray[Any], corner: NDArray[Any]) -> Tensor:

@@ -240,5 +240,4 @@ class ImageThreadPool:
         return [results[position] for position in range(len(batch))]
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown(cancel_futures=True)

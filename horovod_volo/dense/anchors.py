@@ -95,7 +95,6 @@ class BoxTargets(NamedTuple):
 
 
 def build_anchors(rule: AnchorRule, device: torch.device | None = None) -> Anchors:
-    """Build the anchors of a rule."""
     rows = [
         ((column + 0.5) * step, (row + 0.5) * step, width, height)
         for number, (side, step) in enumerate(zip(rule.sides, rule.steps, strict=True))

@@ -182,7 +182,6 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
 
 
 def picture(step: int, tag: str, encoded: Picture) -> bytes:
-    """Return a picture."""
     png, width, height = encoded
     image = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
     return _event(step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))

@@ -56,7 +56,6 @@ class RunLength:
 
     @property
     def epochs(self) -> int:
-        """Return the number of epochs."""
         return self.total_steps // self.steps_per_epoch
 
     def evaluations_after(self, step: int) -> int:

@@ -37,7 +37,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """Build the parser."""
     parser = Parser(prog="horovod-volo report", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, as runs/NAME")

@@ -81,7 +81,6 @@ def encode_keys(keys: Sequence[str]) -> bytes:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read a keys file."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")[:-1]
     except OSError as error:
