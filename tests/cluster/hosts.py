@@ -200,7 +200,6 @@ def started(*command: str) -> Iterator[int]:
         env=environment(),
     ) as process:
         try:
-            assert process.stdout is not None
             line = process.stdout.readline()
             assert line == "ready\n", line + process.stdout.read()
             yield process.pid

@@ -20,8 +20,6 @@ from unittest.mock import MagicMock, patch
 def load_before_torch(library: str) -> ctypes.CDLL:
     """Load the library after those it needs, but before PyTorch asks for its CUDA part."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(library)

@@ -54,7 +54,6 @@ if __name__ == "__main__":
     reduced(inputs).square().sum().backward()
     with reducer.synchronized_gradients():
         for parameter, gradient in zip(reduced.parameters(), expected, strict=True):
-            assert parameter.grad is not None
             assert torch.equal(parameter.grad, gradient)
     assert len(reducer.buckets) > 1
     sys.stdout.write("all agree\n")

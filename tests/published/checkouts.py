@@ -156,8 +156,6 @@ def _file(name: str, path: Path) -> ModuleType:
         raise FileNotFoundError(f"there is no {path}: {HOW_TO}")
     folders = [str(path.parent)] if path.name == "__init__.py" else None
     spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -76,7 +76,6 @@ def test_targets(published: PublishedCode, cells: tuple[int, int], edges: bool, 
 def test_the_corrected_geometry(published: PublishedCode, cells: int, side: int) -> None:
     """The published code computes it if its boxes have the order of coordinates that it assumes."""
     labels = labels_of(BATCH, SEED, (cells, cells))
-    assert labels.maps is not None
     boxes = labels.maps.boxes[:, [1, 0, 3, 2]]
     swapped = replace(labels, maps=replace(labels.maps, boxes=boxes))  # left, top, width, height
     what = f"corrected targets of {cells} x {cells} cells, {side} x {side}"

@@ -33,8 +33,7 @@ CLASSES, RIGHT = 1000, 40
 def evaluated(data: Path, weights: object, *flags: str) -> dict[str, Any]:
     file = data.parent / "result.json"
     assert evaluate.main([str(data), "--weights", str(weights), "--json", str(file), *flags]) == 0
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result
+    return json.loads(file.read_text())
 
 
 @pytest.fixture(scope="module")

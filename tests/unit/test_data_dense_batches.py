@@ -327,5 +327,4 @@ def colored_by_dali(pixels: NDArray[np.uint8], change: ColorChange) -> NDArray[n
         )
     pipeline.build()
     (result,) = pipeline.run()
-    colored: NDArray[np.uint8] = np.array(result.as_array())[0]
-    return colored
+    return np.array(result.as_array())[0]

@@ -129,8 +129,7 @@ def errors(tokens: TokenPlaces, cells: int) -> NDArray[np.float64]:
 def is_beyond(tokens: TokenPlaces) -> NDArray[np.bool_]:
     """Return a mask of the tokens, (TOKENS, TOKENS), outside the part that the map covers."""
     low, extent = tokens.covered[:2, None, None], tokens.covered[2:, None, None]
-    beyond: NDArray[np.bool_] = ((tokens.shown < low) | (tokens.shown > low + extent)).any(axis=0)
-    return beyond
+    return ((tokens.shown < low) | (tokens.shown > low + extent)).any(axis=0)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)

@@ -51,7 +51,6 @@ def holding(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
@@ -151,7 +150,6 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path, monkeypatch
     files = {path: path.read_bytes() for path in context.folder.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"was taken over by process .* Nothing more is written here"):
         loop.fit(context)
-    assert context.lock is not None
     with pytest.raises(ZeroDivisionError), closing(context):  # the error of the run is not replaced
         raise ZeroDivisionError
     assert not context.lock._thread.is_alive()

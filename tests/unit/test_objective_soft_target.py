@@ -42,7 +42,6 @@ def oracle(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor]:
     leaf = logits.detach().double().requires_grad_()
     loss = -(published.dense(target, logits.shape[1]) * leaf.log_softmax(dim=1)).sum(dim=1)
     (loss * torch.arange(1, len(loss) + 1)).sum().backward()
-    assert leaf.grad is not None
     return loss.detach(), leaf.grad
 
 
@@ -50,7 +49,6 @@ def ours(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor]:
     leaf = logits.detach().clone().requires_grad_()
     loss = cross_entropy(leaf, target)
     (loss * torch.arange(1, len(loss) + 1)).sum().backward()
-    assert leaf.grad is not None
     return loss.detach(), leaf.grad
 
 

@@ -222,7 +222,6 @@ def test_steps_equal_those_of_gradients_clipped_before(name: str, scale: float) 
 def test_gradients_that_are_not_finite_reach_the_weights(bad: float) -> None:
     """Without a loss scale no step is skipped, and the error must become visible."""
     model = with_gradients(1.0)
-    assert model[2].weight.grad is not None
     model[2].weight.grad[0, 0] = bad
     optimizer = build_optimizer(
         "adamw", [{"params": list(model.parameters()), "weight_decay": 0.0, "lr_scale": 1.0}], momentum=0.0
