@@ -57,7 +57,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """Build the parser."""
     parser = Parser(prog="horovod-volo export", description=__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="the weights")

@@ -45,7 +45,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """Build the parser."""
     parser = Parser(prog="horovod-volo predict", description=__doc__)
     add = parser.add_argument
     add("weights", metavar="WEIGHTS", help="a run folder, a checkpoint, a file, or timm:NAME")

@@ -1,7 +1,5 @@
 """The order of the tests, settings for several pytest workers on one machine, and images for all."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

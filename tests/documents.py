@@ -1,7 +1,5 @@
 """The blocks of code of README.md and docs/, and the commands in them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An HTTP server of a folder that answers range requests, and fails as a test says. Written for the tests."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 A run is in the folder `run` of an output folder, and the functions below take the output folder.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

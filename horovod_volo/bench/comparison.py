@@ -5,8 +5,6 @@ directly after each other and neither is always first, so that other load on the
 affect both.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import accumulate

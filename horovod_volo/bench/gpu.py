@@ -4,8 +4,6 @@ Each benchmark is a process of its own, and is recorded as soon as it has ended:
 long costs nothing else, and the next call continues with what is not measured yet.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

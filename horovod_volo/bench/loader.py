@@ -4,8 +4,6 @@ Whole epochs of images are timed by the wall clock, and begin with nothing prefe
 compared here, as both sides draw their own crops and colours, but by tests.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from contextlib import closing

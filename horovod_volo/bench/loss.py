@@ -5,8 +5,6 @@ them is not timed. `PublishedLoss` follows the published code step by step, with
 crops the maps by two matrix products where the published code calls RoIAlign.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each trains a copy of one network with the same forward, backward and update; wh
 saves is its own. The peers are used as their documentation recommends.
 """
 
-from __future__ import annotations
-
 import copy
 import socket
 from collections.abc import Callable, Iterator
@@ -63,7 +61,6 @@ class Work:
         return ModelWithLoss(copy.deepcopy(self.network))
 
     def loss(self, model: Callable[..., Tensor]) -> Tensor:
-        """Run forward."""
         return model(self.images, self.classes)
 
 

@@ -5,8 +5,6 @@ of its exchange, including what the exchange takes of the processor from backwar
 each method, in forward and reverse order alternately.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Annotated, Literal

@@ -6,8 +6,6 @@ several values, a bool is a switch; a parameter without a default is positional.
 is one record and is never changed: a newer one of the same name takes its place in docs/results.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
@@ -45,7 +43,7 @@ class Figure:
     high: float | None = None
 
     @classmethod
-    def of(cls, label: str, samples: Sequence[float] | NDArray[np.float64], unit: str) -> Figure:
+    def of(cls, label: str, samples: Sequence[float] | NDArray[np.float64], unit: str) -> "Figure":
         """Return the median of repeated measurements with its bootstrap interval."""
         drawn = np.random.default_rng(0).choice(samples, size=(_RESAMPLINGS, len(samples)))
         low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
@@ -76,7 +74,6 @@ def record_of(result: Result, command: str, load: Sequence[float]) -> Record:
 
 
 def append(record: Record, path: Path = RESULTS) -> None:
-    """Append a record to the results."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")

@@ -8,8 +8,6 @@ Rates are bus rates, as NCCL's tests report them: an all-reduce of S bytes takes
 rate between hosts is that of all network cards of a host together.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

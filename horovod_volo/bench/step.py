@@ -1,7 +1,5 @@
 """Speed of the engine's training step on random images, and a GPU's utilisation."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 from time import perf_counter

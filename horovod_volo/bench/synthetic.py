@@ -1,7 +1,5 @@
 """Random batches and label maps, and runs of the real engine on them, so that no figure depends on a disk."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -117,7 +115,6 @@ class SyntheticRun:
         self.context.close()
 
     def step(self) -> None:
-        """Take one step."""
         train_step(self.context, itertools.repeat(self.batch))
 
     def losses(self, steps: int) -> Tensor:

@@ -1,7 +1,5 @@
 """Rank, size and device of this process, and the collectives on objects, errors and small tensors."""
 
-from __future__ import annotations
-
 import hashlib
 import socket
 from collections import Counter
@@ -41,7 +39,7 @@ class World:
     collectives: Collectives = field(default_factory=Collectives, repr=False)
 
     @classmethod
-    def connect(cls, binding: Binding | None = None) -> World:
+    def connect(cls, binding: Binding | None = None) -> "World":
         """Initialize Horovod with the ranks that the launcher started. Collective: every rank calls this."""
         binding = binding or plan_own_binding()
         launch = read_launch_env()
@@ -52,7 +50,7 @@ class World:
         return cls(launcher=launch.launcher, binding=binding, collectives=collectives, **collectives.position)
 
     @classmethod
-    def single(cls) -> World:
+    def single(cls) -> "World":
         """Return a world of one rank; this does not need Horovod."""
         return cls()
 

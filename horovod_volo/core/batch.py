@@ -1,7 +1,5 @@
 """Batches of images and labels, from the loader to the loss or the evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +21,7 @@ class LabelMaps:
     boxes: Tensor  # (batch, 4) top, left, height, width as fractions of the flipped map
     reach: float = 1.0  # the largest height or width of the boxes, at least 1; known on the host
 
-    def to(self, device: torch.device) -> LabelMaps:
+    def to(self, device: torch.device) -> "LabelMaps":
         """Return a copy on a device; the host does not wait for it."""
         scores, ids, boxes = (copy_async(part, device) for part in (self.scores, self.ids, self.boxes))
         return LabelMaps(scores, ids, boxes, self.reach)
@@ -36,7 +34,7 @@ class Labels:
     classes: Tensor  # (batch,) integer
     maps: LabelMaps | None = None
 
-    def to(self, device: torch.device) -> Labels:
+    def to(self, device: torch.device) -> "Labels":
         """Return a copy on a device; the host does not wait for it."""
         maps = None if self.maps is None else self.maps.to(device)
         return Labels(copy_async(self.classes, device), maps)

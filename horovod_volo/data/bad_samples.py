@@ -5,8 +5,6 @@ the same images. Neighbouring indices get replacements that lie far apart: when 
 images are replaced by as many different ones.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from math import gcd

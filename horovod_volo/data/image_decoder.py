@@ -9,8 +9,6 @@ the encoded images, so a batch depends on its inputs alone. The choice is a func
 what is installed: a DALI that is installed and does not load is an error; no rank falls back to Pillow.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec

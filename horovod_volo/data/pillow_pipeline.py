@@ -4,8 +4,6 @@ Invariant: inputs are those of `image_decoder.py`, and pixels are DALI's up to r
 its inputs alone. Batches are returned in the order in which they were read, some of them decoded ahead.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import deque
@@ -101,7 +99,6 @@ def build_eval_pipeline(
     interpolation: str,
     **_: Any,
 ) -> PillowPipeline:
-    """Build the evaluation pipeline."""
     mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
 
     def decode(encoded: NDArray[np.uint8], size: NDArray[Any], corner: NDArray[Any]) -> Tensor:

@@ -8,8 +8,6 @@ Invariant: a pipeline returns batches in the order in which it was fed, so the o
 belongs to the next batch that it returns. Every batch fed to it is appended there exactly once.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -242,5 +240,4 @@ class ImageThreadPool:
         return [results[position] for position in range(len(batch))]
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown(cancel_futures=True)

@@ -1,7 +1,5 @@
 """Calls a function on many tasks in worker processes, which end with this process however it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Mapping

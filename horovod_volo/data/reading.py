@@ -8,8 +8,6 @@ Invariant: no other module lets Pillow open a file. Pillow knows formats that st
 tested, and chooses them by content, whatever a file is called.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

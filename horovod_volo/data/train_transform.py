@@ -5,8 +5,6 @@ and take a fifth of the time of DALI's. On a GPU DALI has resized and flipped th
 RandAugment works on whole images: these differ in size until they are cropped and resized here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ only the shape depends on the class. All random numbers of a scene are drawn ind
 all shapes have the same area in the same scene.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from math import cos, degrees, pi, sin, sqrt

@@ -7,8 +7,6 @@ FOLDER/token_labels/CLASS/NAME.pt, which covers the whole image. Invariants: an 
 split, number), so that the images of a smaller set are also in a larger one; FOLDER is created atomically.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

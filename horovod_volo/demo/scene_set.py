@@ -9,8 +9,6 @@ surrounds what is visible of an object. Invariants: a scene depends only on (see
 created atomically.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from math import pi

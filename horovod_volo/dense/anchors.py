@@ -14,8 +14,6 @@ Invariant: all shapes are fixed by the batch, so that nothing synchronizes with 
 computes the same graph, whatever boxes its images have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
@@ -97,7 +95,6 @@ class BoxTargets(NamedTuple):
 
 
 def build_anchors(rule: AnchorRule, device: torch.device | None = None) -> Anchors:
-    """Build the anchors of a rule."""
     rows = [
         ((column + 0.5) * step, (row + 0.5) * step, width, height)
         for number, (side, step) in enumerate(zip(rule.sides, rule.steps, strict=True))

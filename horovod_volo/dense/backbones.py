@@ -5,8 +5,6 @@ blocks (16). Parameter names are those of the classification networks. Sides mus
 embeddings are resized to the images' grid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

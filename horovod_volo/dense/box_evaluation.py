@@ -4,8 +4,6 @@ Images are scaled to the network's square. Each rank finds boxes in its images; 
 gathered once, and rank 0 computes COCO's average precision.
 """
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

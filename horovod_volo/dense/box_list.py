@@ -9,8 +9,6 @@ Invariant: images ascend with their ids; the boxes of an image are in the order 
 from 0, in the order of the categories' ids, which may have gaps.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -123,7 +121,7 @@ class BoxList:
         boxes, used = _inside(self.annotations, rows, np.array([width, height]))
         return ImageBoxes(boxes[used], self.annotations.classes[rows][used])
 
-    def without_empty(self) -> BoxList:
+    def without_empty(self) -> "BoxList":
         """Return the images with boxes to learn."""
         sizes, ends = self.annotations.sizes, self.annotations.box_ends
         limits = np.repeat(sizes[:, ::-1], np.diff(ends, prepend=0), axis=0)

@@ -5,8 +5,6 @@ centre of one or more is inside. Its corners are whole pixels, so that one affin
 the square that the network sees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +51,7 @@ class BoxTrainLoader(DenseBatches):
         resize = self._resized_by_dali
         return self._decoder.build_train_pipeline(source, image_size=self._side, resize=resize, **settings)
 
-    def _prepare(self, epoch: int, sample: int) -> tuple[int, NDArray[np.uint8], BoxPlan, ImageBoxes]:
+    def _prepare(self, epoch: int, sample: int) -> tuple[int, NDArray[np.uint8], "BoxPlan", ImageBoxes]:
         read = partial(read_sized, self._images)
         index, (encoded, size) = self.bad_samples.read_or_replace(sample, self._samples, read)
         boxes, classes = self._images.boxes_to_learn(index)
@@ -61,7 +59,7 @@ class BoxTrainLoader(DenseBatches):
         moved, stay = plan.move(boxes)
         return index, encoded, plan, ImageBoxes(moved[stay], classes[stay])
 
-    def _inputs(self, plans: Sequence[BoxPlan]) -> tuple[Input, ...]:
+    def _inputs(self, plans: Sequence["BoxPlan"]) -> tuple[Input, ...]:
         corners, shapes = (
             [np.array(plan.window[part], dtype=np.int32) for plan in plans]
             for part in (slice(2), slice(2, 4))

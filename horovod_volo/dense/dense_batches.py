@@ -1,7 +1,5 @@
 """What the loaders of segmentation and detection share: this rank, its batches, how they are read."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

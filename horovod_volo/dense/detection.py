@@ -1,7 +1,5 @@
 """Detection: boxes around objects and their classes, with SSD on a ResNet or on VOLO."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter

@@ -4,8 +4,6 @@ Images are scaled as in training, without a random factor, and predicted whole o
 logits are scaled back to the image's own size. Masks are never scaled.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

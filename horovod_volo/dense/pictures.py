@@ -1,7 +1,5 @@
 """Pictures of images beside what is true of them and what was predicted, for people to look at."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -5,8 +5,6 @@ leftImg8bit/{train,val}/CITY/X_leftImg8bit.png   gtFine/{train,val}/CITY/X_gtFin
 images/{train,val}/NAME.jpg                      masks/{train,val}/NAME.png, classes.txt
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

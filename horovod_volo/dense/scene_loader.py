@@ -5,8 +5,6 @@ most of the square, another one is drawn, at most ten times; so the plan also de
 mask are resampled from the stored pixels at once, by the same window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +35,7 @@ class SceneTrainLoader(DenseBatches):
     def _pipeline(self, source: Any, **settings: Any) -> Any:
         return self._decoder.build_scene_pipeline(source, **settings)
 
-    def _prepare(self, epoch: int, sample: int) -> tuple[int, NDArray[np.uint8], ScenePlan, Mask]:
+    def _prepare(self, epoch: int, sample: int) -> tuple[int, NDArray[np.uint8], "ScenePlan", Mask]:
         index, (encoded, mask) = self.bad_samples.read_or_replace(sample, self._samples, self._read)
         plan = draw_plan(self._plan_settings, self._side, mask, self._seed, epoch, sample)
         padded = np.full((self._side, self._side), IGNORED, dtype=np.uint8)
@@ -45,7 +43,7 @@ class SceneTrainLoader(DenseBatches):
         padded[: window.shape[0], : window.shape[1]] = window
         return index, encoded, plan, padded
 
-    def _inputs(self, plans: Sequence[ScenePlan]) -> tuple[Input, ...]:
+    def _inputs(self, plans: Sequence["ScenePlan"]) -> tuple[Input, ...]:
         begins, ends = zip(*(plan.window() for plan in plans), strict=True)
         shapes = [np.array(plan.shape, dtype=np.float32) for plan in plans]
         return list(begins), list(ends), shapes, [np.array(plan.flip, dtype=np.int32) for plan in plans]

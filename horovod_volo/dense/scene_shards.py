@@ -4,8 +4,6 @@ Invariant: a split has the same names in the same order, and so the same digest,
 packed from, and a damaged image is packed too. A run may therefore continue on either.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

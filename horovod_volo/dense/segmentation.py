@@ -1,7 +1,5 @@
 """Segmentation: the class of each pixel, with UperNet on a backbone of classification."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from operator import attrgetter

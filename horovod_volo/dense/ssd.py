@@ -7,8 +7,6 @@ Invariant: the outputs are in the order of the anchors (dense/anchors.py): map a
 shape after shape, within a shape all positions, rows then columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

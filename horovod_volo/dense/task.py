@@ -1,7 +1,5 @@
 """What segmentation and detection share: the lists of a run, its learner, an evaluation, the task itself."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ An export has a state dict and an ONNX file: segmentation gives logits at the im
 detection decoded boxes and probabilities.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Mapping
@@ -47,7 +45,7 @@ def dense_task(name: str) -> DenseTask:
     return task
 
 
-def load_dense(source: str, image_side: int, use_ema: bool) -> TrainedDense:
+def load_dense(source: str, image_side: int, use_ema: bool) -> "TrainedDense":
     """Build a run's network and load its weights; `image_side` 0: the image size of its training."""
     config = assemble(dict(settings_of_run(source)), fallback_name="")
     side = image_side or config.model.img_size
@@ -136,7 +134,7 @@ def _check(request: Namespace) -> None:
         ) from None
 
 
-def _load_fitting(request: Namespace, images: Samples) -> TrainedDense:
+def _load_fitting(request: Namespace, images: Samples) -> "TrainedDense":
     """Load the network; raise UserError if it was trained on other classes than those of the images."""
     trained = load_dense(request.weights, 0, request.use_ema)
     if trained.num_classes != len(images.classes):

@@ -12,8 +12,6 @@ as in mmsegmentation, ignored pixels count as 0. Resized logits have batch x cla
 those of one image exist at a time: its gradient is computed with its loss, at the logits' own size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

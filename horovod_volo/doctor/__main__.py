@@ -9,8 +9,6 @@ Start it with the launcher and flags of training. Rank 0 prints one report for a
 failure; 1 a failure; 2 a mistake on the command line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

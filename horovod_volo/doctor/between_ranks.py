@@ -4,8 +4,6 @@ A separate thread calls Horovod. The main thread keeps a time limit and receives
 sends when another rank has failed; a thread that waits inside Horovod can do neither.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -3,8 +3,6 @@
 Values of environment variables are never part of a finding, because reports are passed on.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

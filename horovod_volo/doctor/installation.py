@@ -1,7 +1,5 @@
 """Checks the installed packages, Horovod's MPI, and the GPUs with their driver."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

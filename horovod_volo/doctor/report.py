@@ -1,7 +1,5 @@
 """Findings of the checks, and the report that merges those of all ranks."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

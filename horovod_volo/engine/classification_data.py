@@ -34,7 +34,6 @@ class Images(TaskData):
     label_maps: LabelSource | None
 
     def close(self) -> None:
-        """Close all files."""
         self.train.close()
         self.held_out.close()
         if self.label_maps is not None:

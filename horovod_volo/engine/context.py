@@ -95,7 +95,6 @@ class TrainContext:
 
     @property
     def folder(self) -> Path:
-        """Return the run folder."""
         return run_folder(self.config)
 
     @property

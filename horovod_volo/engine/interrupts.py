@@ -6,8 +6,6 @@ SIGHUP does not: schedulers and launchers forward signals in different ways, and
 twice.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -32,7 +30,7 @@ class StopRequest:
 
     @classmethod
     @contextmanager
-    def while_training(cls) -> Iterator[StopRequest]:
+    def while_training(cls) -> Iterator["StopRequest"]:
         """Install the signal handlers, and restore those of before at the end. A second request goes to them.
 
         Only the main thread can; in another one, signals do what they did.
@@ -50,7 +48,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     @classmethod
-    def listening(cls) -> StopRequest:
+    def listening(cls) -> "StopRequest":
         """Install the signal handlers and return the request that they set."""
         request = cls()
         request._install(STOP_SIGNALS)

@@ -1,7 +1,5 @@
 """Evaluate a network of classification on one rank or many: each rank predicts its part of the images."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What the commands `evaluate` and `export` ask of a task, which registers its evaluation and its export."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple

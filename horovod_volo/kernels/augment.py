@@ -4,8 +4,6 @@ Each image has its own operation. Results are those of the plain operators in da
 rounding of interpolated pixels; colours are equal bit for bit.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from enum import IntEnum, auto

@@ -4,8 +4,6 @@ Each is checked at the start, forward and backward at the run's shapes, against 
 does not compile or differs, on any rank, all ranks use these operators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 

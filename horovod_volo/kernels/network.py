@@ -5,8 +5,6 @@ and each softmax's sum are saved for backward, which recomputes the weights. The
 targets: that of a row is `uniform` on every class plus `weights` on the classes `ids`, which may repeat.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -50,7 +48,6 @@ def fused_outlook(values: Tensor, logits: Tensor, heads: int, scale: float) -> t
 def fused_outlook_backward(
     gradient: Tensor, values: Tensor, logits: Tensor, log2_sums: Tensor, heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of values and logits."""
     from horovod_volo.kernels import network_kernels as kernels
 
     gradient, values, logits = gradient.contiguous(), values.contiguous(), logits.contiguous()

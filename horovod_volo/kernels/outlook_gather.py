@@ -6,8 +6,6 @@ sources exchanged it computes the gradient of the values. Only so many images ar
 intermediate results stay in cache. Invariant: the tables omit pixels outside the image, whose values are 0.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import lru_cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Draw what a label map covers of its training image, each cell with its most probable class."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -7,8 +7,6 @@ the whole image, resized to the teacher's square input without keeping the aspec
 Shards of the store are divided among the ranks by number; ranks communicate only at the start and at the end.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import shutil

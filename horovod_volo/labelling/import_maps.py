@@ -4,8 +4,6 @@ Every map is read and validated once. Shards that an earlier attempt finished ar
 missing maps, which may have been repaired since.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

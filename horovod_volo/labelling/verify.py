@@ -1,7 +1,5 @@
 """Verify a label store: its files for damage, and its maps against the classes of their images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

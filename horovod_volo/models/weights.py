@@ -149,7 +149,10 @@ def read_weights(source: str, *, use_ema: bool = False) -> Weights:
         state = content[chosen] if chosen else content
     _check_tensors(state, file)
     tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    messages = _without_best(Path(source), file)
+    messages, folder = list[str](), Path(source)
+    if (folder / _BEST).is_symlink() and file.parent == folder / _LAST:
+        lacks = f"{folder / _BEST} lacks {_RAW_FILE}"
+        messages.append(f"{lacks}, so the weights are those of {folder / _LAST}")
     if averaged:
         ema = f"averaged weights (EMA, {averaged})"
         messages.append(ema if chosen == averaged else f"raw weights ({raw}); --use-ema loads the {ema}")
@@ -185,13 +188,6 @@ def _check_checksum(file: Path) -> None:
             f"{file} is damaged: it does not match its checksum in {_CHECKSUMS}. Copy this checkpoint again, "
             "or name another one of the run."
         )
-
-
-def _without_best(folder: Path, file: Path) -> list[str]:
-    """Return a warning if the run has a best checkpoint whose weights are missing."""
-    if (folder / _BEST).is_symlink() and file.parent == folder / _LAST:
-        return [f"{folder / _BEST} lacks {_RAW_FILE}, so the weights are those of {folder / _LAST}"]
-    return []
 
 
 def _read(file: Path) -> Any:

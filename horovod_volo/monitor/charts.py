@@ -10,8 +10,6 @@ place of steps, and are in a folder of their own: a resumed run voids earlier ev
 all that is to be shown is written again.
 """
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -184,7 +182,6 @@ def scalars(step: int, values: Mapping[str, float]) -> bytes:
 
 
 def picture(step: int, tag: str, encoded: Picture) -> bytes:
-    """Return a picture."""
     png, width, height = encoded
     image = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
     return _event(step, summary=Summary(value=[Summary.Value(tag=tag, image=image)]))

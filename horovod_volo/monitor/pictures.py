@@ -1,7 +1,5 @@
 """Pictures for TensorBoard and for pages: their encoding, and the colours and texts that they share."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections import Counter

@@ -5,8 +5,6 @@ rich are not used: in log files and under launchers tqdm still rewrites its line
 rich prints nothing before the end.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass
@@ -58,7 +56,6 @@ class RunLength:
 
     @property
     def epochs(self) -> int:
-        """Return the number of epochs."""
         return self.total_steps // self.steps_per_epoch
 
     def evaluations_after(self, step: int) -> int:

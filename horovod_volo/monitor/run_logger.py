@@ -3,8 +3,6 @@
 Invariant: nothing is lost because a disk was full for a time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

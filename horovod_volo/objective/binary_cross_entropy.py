@@ -4,8 +4,6 @@ Invariant: the loss of a row is the mean over its classes, as in timm and PyTorc
 rounded target, and the gradient, have a number for each class anyway.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

@@ -19,8 +19,6 @@ sampling_ratio=-1) operation by operation in fp32: the number of samples is a ro
 same formula in another order could give another number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from math import ceil

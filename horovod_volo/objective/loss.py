@@ -7,8 +7,6 @@ targets need no mixing. The class token has seen both images, so its target is m
 on the settings is decided once, in `build_loss`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -8,8 +8,6 @@ Invariant: a mix is a pure function of (seed, step, rank, micro-batch). MixToken
 output tokens, so that it covers entire tokens on both grids.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import sqrt
 

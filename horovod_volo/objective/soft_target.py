@@ -12,8 +12,6 @@ tensor of the logits' size; if the logits may be overwritten, there is none. On 
 blocks that fit the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +34,7 @@ class SoftTarget:
     ids: Tensor  # (rows, entries) int64; equal ids within a row add up
     weights: Tensor  # (rows, entries) fp32
 
-    def reversed_batch(self) -> SoftTarget:
+    def reversed_batch(self) -> "SoftTarget":
         """Return the rows in reverse order: the target of each image's partner."""
         return SoftTarget(self.uniform.flip(0), self.ids.flip(0), self.weights.flip(0))
 

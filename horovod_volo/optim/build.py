@@ -3,8 +3,6 @@
 The state exists before the first step: ranks hold the same tensors, and a checkpoint is restored into them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial

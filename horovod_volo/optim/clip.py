@@ -4,8 +4,6 @@ Clipping by the global norm divides all gradients by one number, which the optim
 reads them. The other two modes change the gradients in place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal

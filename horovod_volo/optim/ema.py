@@ -3,8 +3,6 @@
 Invariant: without warm-up, parameters and batch norm statistics equal timm's ModelEmaV2 up to rounding.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ follows from its state: it multiplies the scale by one factor after each overflo
 enough steps in a row without.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

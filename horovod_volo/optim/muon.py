@@ -17,8 +17,6 @@ that ranks which lose another one meanwhile go on from the whole state before th
 which matrix is a function of the shapes and the number of ranks alone, so that all ranks know it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial

@@ -4,8 +4,6 @@ Invariant: the learning rate depends on the step and the settings alone, so chec
 state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

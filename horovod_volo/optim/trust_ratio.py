@@ -1,7 +1,5 @@
 """LAMB and LARS: each layer's step is scaled to the norm of the layer's own weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

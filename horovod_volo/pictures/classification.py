@@ -4,8 +4,6 @@ Of a training batch, each image is shown as augmented, then with the class of ea
 as mixed with its partner.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

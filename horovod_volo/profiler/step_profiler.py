@@ -5,8 +5,6 @@ A phase is measured on the host. On a GPU it is the time in which the kernels we
 Nsight Systems as NVTX ranges, which have the kernels' own times below them.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Invariant: the list is the one that the shards have on a local disk, with the sa
 and resuming do not depend on where the shards are.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections import deque

@@ -9,8 +9,6 @@ checksum, so that one which a killed process or a power failure left incomplete 
 evicted stays readable for who has it open.
 """
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import hashlib

@@ -7,8 +7,6 @@ The page is one HTML file that requests no other, so it can be sent and kept. A 
 Exit status: 0 done; 2 a mistake in the command line or a damaged run folder, explained in one message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +37,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """Build the parser."""
     parser = Parser(prog="horovod-volo report", description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, as runs/NAME")

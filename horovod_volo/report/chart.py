@@ -5,8 +5,6 @@ style sheet shows one of the two. `page.js` reads the places of points from the 
 tooltip from `data-points`, so both have the same points in the same order.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A chart has a curve for each run; numbers that never change are a sentence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median

@@ -1,7 +1,5 @@
 """HTML and SVG as text. Every text is escaped, unless it is `Markup`, which `element` returns."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Sequence
 

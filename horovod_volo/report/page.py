@@ -3,8 +3,6 @@
 A policy in its head forbids requests, so that a mistake here cannot make one either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The numbers of metrics.jsonl: what they are called in a report, and how they are written and drawn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal

@@ -3,8 +3,6 @@
 Settings are not checked against those of this version, so that runs of other versions have a page too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib

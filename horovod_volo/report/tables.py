@@ -1,7 +1,5 @@
 """The tables of a report: the main figures of runs, their environment and their settings."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import itemgetter

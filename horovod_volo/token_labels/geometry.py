@@ -5,8 +5,6 @@ side to RESIZE pixels, then crop the central square of SIZE pixels, padded with 
 Invariant: their rounding is reproduced exactly.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -27,7 +25,7 @@ class MapGeometry:
     size: int = 0  # side of the square cropped from the centre of the resized image, pixels
 
     @classmethod
-    def parse(cls, text: str) -> MapGeometry:
+    def parse(cls, text: str) -> "MapGeometry":
         """Parse the form that `str` returns."""
         if text == "whole":
             return cls()

@@ -7,8 +7,6 @@ for a pair of catalog and store are computed once and cached beside the catalog.
 Invariant: no two images have the same map.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
@@ -83,7 +81,6 @@ def encode_keys(keys: Sequence[str]) -> bytes:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read a keys file."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")[:-1]
     except OSError as error:

@@ -6,8 +6,6 @@ its map must be flipped together. `<root>/map_geometry.txt` may record which par
 without it the geometry is assumed.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Iterable

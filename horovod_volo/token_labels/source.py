@@ -1,7 +1,5 @@
 """Open label maps, whether they are a packed store or a folder of published files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol

@@ -12,8 +12,6 @@ All shards but the last have `shard_rows` rows. The row of an image without a ma
 The checksums of shards, gigabytes, are compared by `check`; training checks the range of what it reads.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

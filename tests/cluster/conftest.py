@@ -3,8 +3,6 @@
 Without them the tests are skipped with a message that names them; with CI=true they fail.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

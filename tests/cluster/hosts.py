@@ -5,8 +5,6 @@ kernel ends each host with its parent process, and all processes of a host with 
 files of this machine, as in a cluster with a shared file system, and each has one CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -202,7 +200,6 @@ def started(*command: str) -> Iterator[int]:
         env=environment(),
     ) as process:
         try:
-            assert process.stdout is not None
             line = process.stdout.readline()
             assert line == "ready\n", line + process.stdout.read()
             yield process.pid

@@ -1,7 +1,5 @@
 """Elastic runs on emulated hosts: cut off for a moment or for good, killed, stopped, removed and added."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Training on several emulated hosts gives the same weights as training on one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

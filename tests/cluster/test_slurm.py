@@ -1,7 +1,5 @@
 """jobs/*.sbatch under Slurm: several nodes, stop requests, time limits and failures."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

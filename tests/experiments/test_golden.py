@@ -5,8 +5,6 @@ To record the curve again after an intended change:
     HOROVOD_VOLO_RECORD=1 python -m pytest tests/experiments/test_golden.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

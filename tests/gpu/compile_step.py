@@ -7,8 +7,6 @@ JSON for each run: of each program the compute capability, the name, the registe
 spills, and the step that launched it first.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Each test in this folder runs on the CPU, which checks the test itself, and on a GPU if there is one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,9 +41,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def open_context(
-    images: Path, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[OpenContext]:
+def open_context(images, device, tmp_path, monkeypatch) -> Iterator[OpenContext]:
     """Return a function that sets up runs on the device; all are closed at the end."""
 
     def use_device(world: World, _device: str) -> RankResources:

@@ -3,8 +3,6 @@
 Triton chooses between compiling and interpreting when it is first imported.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

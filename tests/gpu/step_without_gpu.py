@@ -6,8 +6,6 @@ are traced as for torch.compile, and a graph break is an error. Networks have fe
 the outcome of each run as JSON.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import itertools
@@ -22,8 +20,6 @@ from unittest.mock import MagicMock, patch
 def load_before_torch(library: str) -> ctypes.CDLL:
     """Load the library after those it needs, but before PyTorch asks for its CUDA part."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(library)

@@ -1,7 +1,5 @@
 """Finds operations that make the host wait for a GPU, without a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A run uses the kernels that pass a check on its GPU, or here on the CPU in the interpreter of Triton."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -58,13 +56,7 @@ def wrong(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.usefixtures("_all_on_this_device")
 @pytest.mark.parametrize("planted", ["fails", "differs"])
-def test_wrong_kernels_are_not_used(
-    planted: str,
-    config: Config,
-    network: nn.Module,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrong_kernels_are_not_used(planted, config, network, device, monkeypatch) -> None:
     compute: Callable[..., tuple[torch.Tensor, ...]] = network_operators.loss_with_lse
     write = network_operators.write_gradient
     if planted == "fails":

@@ -4,8 +4,6 @@ On the CPU they run in Triton's interpreter, which must be enabled before Triton
 test here starts a separate process for these cases.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any
@@ -69,9 +67,7 @@ def by_kernels(values: Tensor, scores: Tensor, grad_output: Tensor, heads: int) 
 
 
 @pytest.mark.parametrize(("dtype", "tolerance", "shape"), OUTLOOK_CASES)
-def test_outputs_and_gradients_equal_the_reference(
-    dtype: torch.dtype, tolerance: float, shape: tuple[int, ...], device: torch.device
-) -> None:
+def test_outputs_and_gradients_equal_the_reference(dtype, tolerance, shape, device):
     skip_elsewhere(device)
     values, scores, grad_output = outlook_case(shape, dtype, device)
     found = by_kernels(values, scores, grad_output, shape[3])
@@ -134,15 +130,7 @@ CASES = 2 * 3 * len(SHAPES) + 3 + 1 + 3 + 1 + len(OUTLOOK_CASES) + 1  # number o
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("rows", "classes", "entries"), SHAPES)
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_loss_and_gradient_equal_the_dense_formula(
-    kernel: ModuleType,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    classes: int,
-    entries: int,
-    overwrite: bool,
-) -> None:
+def test_loss_and_gradient_equal_the_dense_formula(kernel, device, dtype, rows, classes, entries, overwrite):
     logits, target, grad_loss = random_case(device, dtype, rows, classes, entries)
     expected_loss, expected_grad = exact(logits, target, grad_loss)
     sparse = (target.uniform, target.ids, target.weights)
@@ -155,9 +143,7 @@ def test_loss_and_gradient_equal_the_dense_formula(
     torch.testing.assert_close(grad.double(), expected_grad, rtol=2 * tolerance, atol=2 * tolerance)
 
 
-def test_both_ways_of_merging_classes_give_one_gradient(
-    kernel: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_ways_of_merging_classes_give_one_gradient(kernel, device, monkeypatch):
     """Compared with each other, and in a table: equal but for the rounding of fp32 sums."""
     logits, target, grad_loss = random_case(device, torch.float32, 3, 700, 300)
     sparse = (target.uniform, target.ids, target.weights)

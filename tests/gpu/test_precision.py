@@ -1,7 +1,5 @@
 """Training in fp16 and bf16: a step that overflows is skipped, and losses stay close to fp32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -4,12 +4,9 @@ On a GPU torch reports every synchronisation. On the CPU operations that would s
 error instead, so that a mistake is found without a GPU.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,9 +63,7 @@ OF_VOLO = {"drop_path": 0.1, "clip_grad": 1.0, "ema_decay": 0.99, "accumulation"
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_a_training_step_does_not_synchronise(
-    open_context: OpenContext, device: torch.device, settings: dict[str, Any]
-) -> None:
+def test_a_training_step_does_not_synchronise(open_context, device, settings):
     """Train a few steps; in the last ones a synchronisation is an error."""
     context = open_context(**{"precision": "bf16", **settings})
     batches = context.learner.train_loader.batches(0, 0)
@@ -102,9 +97,7 @@ def test_the_next_batch_is_prepared_before_the_exchange_ends(open_context: OpenC
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_fp16_compression_does_not_synchronise(
-    device: torch.device, micro_batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp16_compression_does_not_synchronise(device, micro_batches, monkeypatch):
     """The scale factors of the next step are computed from this step's maxima on the device."""
     # CPU tensors have another code path; this forces that of the GPU on a CPU, too.
     monkeypatch.setattr("horovod_volo.cluster.compression._on_cpu", lambda _: False)
@@ -140,9 +133,7 @@ def test_fp16_compression_does_not_synchronise(
         lambda ones: bool(ones.any()),
     ],
 )
-def test_synchronisation_is_detected(
-    synchronise: Callable[[torch.Tensor], object], device: torch.device
-) -> None:
+def test_synchronisation_is_detected(synchronise, device):
     ones = torch.ones(3, device=device)
     with pytest.raises(RuntimeError), no_synchronisation(device):
         synchronise(ones)
@@ -170,9 +161,7 @@ def test_losses_with_compiled_blocks_are_the_same(open_context: OpenContext, dev
     assert used == {bucket.gradients.untyped_storage().data_ptr() for bucket in context.state.reducer.buckets}
 
 
-def test_without_a_compiler_compile_is_an_error_and_nothing_is_written(
-    open_context: OpenContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_compile_is_an_error_and_nothing_is_written(open_context, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match="--compile needs a C\\+\\+ compiler"):
         open_context(compile=True)

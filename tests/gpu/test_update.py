@@ -1,7 +1,5 @@
 """The fused clipping, AdamW and EMA equal torch's own functions, called one after the other."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

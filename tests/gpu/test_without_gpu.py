@@ -1,7 +1,5 @@
 """A training step for absent GPUs: its Triton programs compile, nothing makes the host wait."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

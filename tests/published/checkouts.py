@@ -5,8 +5,6 @@ the published files are loaded, timm's functions are available under their forme
 `int` is not: only the code that draws the MixToken box uses it, and the tests replace that.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -158,8 +156,6 @@ def _file(name: str, path: Path) -> ModuleType:
         raise FileNotFoundError(f"there is no {path}: {HOW_TO}")
     folders = [str(path.parent)] if path.name == "__init__.py" else None
     spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -1,7 +1,5 @@
 """The published code, and comparisons with it, whose differences are printed at the end of a run."""
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Label maps as in the published training, and pairs of our networks and the published ones to compare."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,7 +53,6 @@ def labels_of(batch: int, seed: int, cells: tuple[int, int] = _CELLS, num_classe
 
 def published_form(labels: Labels) -> Tensor:
     """Return the labels of a batch in the format of the published loader, (batch, 3, k, height, width)."""
-    assert labels.maps is not None
     scores = labels.maps.scores
     maps = torch.stack([scores, labels.maps.ids.float(), torch.zeros_like(scores)], dim=1)
     maps[:, 2, 0, 0, :4] = labels.maps.boxes

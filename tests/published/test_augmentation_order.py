@@ -4,8 +4,6 @@ The published transforms flip the image, apply RandAugment to the whole image an
 Pixels, maps and crops are compared with those of TrainLoader with --randaugment-on image.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,8 +100,7 @@ def fixed_operation(operation: Any, amount: float, bicubic: bool) -> Any:
         operation.prob = 1.0
         operation.level_fn = None if takes_none else lambda *_: (int(amount) if whole else amount,)
         operation.kwargs["resample"] = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
-        changed: tuple[Image.Image, torch.Tensor] = operation(image, label_map)
-        return changed
+        return operation(image, label_map)
 
     return apply
 
@@ -135,7 +132,6 @@ def differences(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return the mean difference of each image from the published one, and the image's operations."""
     catalog, batch = our_batch(folder, settings)
-    assert batch.labels.maps is not None
     found, kinds = [], []
     for position, index in enumerate(batch.indices.tolist()):
         drawn = draw_operations(SEED, EPOCH, np.array([index]), settings)
@@ -161,13 +157,7 @@ def test_pixels_and_crops_are_the_published_ones(published: PublishedCode, tmp_p
 
 @pytest.mark.parametrize("amount", [0.35, -0.23])
 @pytest.mark.parametrize("kind", ops.GEOMETRIC)
-def test_label_maps_are_the_published_ones(
-    published: PublishedCode,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: ops.Operation,
-    amount: float,
-) -> None:
+def test_label_maps_are_the_published_ones(published, tmp_path, monkeypatch, kind, amount):
     """Up to one cell, because the published code maps corners of cells instead of centres, half a cell away.
 
     The images are square, because the published code rotates and shears all maps as those of square images.
@@ -177,7 +167,6 @@ def test_label_maps_are_the_published_ones(
     every = Operations(*(np.tile(part, (IMAGES, 1)) for part in (one.kinds, one.arguments, one.bicubic)))
     monkeypatch.setattr(loader_module, "draw_operations", lambda *_: every)
     catalog, batch = our_batch(write_set(tmp_path, SQUARES), SETTINGS)
-    assert batch.labels.maps is not None
     for position, index in enumerate(batch.indices.tolist()[:8]):
         _, label_map = published_sample(published, catalog.location(index), index, one)
         ours, theirs = batch.labels.maps.ids[position, 0].numpy(), label_map[1, 0].numpy().astype(np.int64)

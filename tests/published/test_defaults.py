@@ -3,8 +3,6 @@
 The flags and defaults are read from the `add_argument` calls in the source of each main.py.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

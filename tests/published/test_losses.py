@@ -1,7 +1,5 @@
 """Targets and losses against the published ones, also of maps of several sizes and crops at the edges."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -78,7 +76,6 @@ def test_targets(published: PublishedCode, cells: tuple[int, int], edges: bool, 
 def test_the_corrected_geometry(published: PublishedCode, cells: int, side: int) -> None:
     """The published code computes it if its boxes have the order of coordinates that it assumes."""
     labels = labels_of(BATCH, SEED, (cells, cells))
-    assert labels.maps is not None
     boxes = labels.maps.boxes[:, [1, 0, 3, 2]]
     swapped = replace(labels, maps=replace(labels.maps, boxes=boxes))  # left, top, width, height
     what = f"corrected targets of {cells} x {cells} cells, {side} x {side}"
@@ -144,17 +141,7 @@ def assert_equal(
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
 @pytest.mark.parametrize("maps", [True, False], ids=["maps", "classes"])
 @pytest.mark.parametrize(("module", "name", "truth", "ours"), LOSSES)
-def test_losses(
-    published: PublishedCode,
-    batch: int,
-    side: int,
-    mixed: bool,
-    maps: bool,
-    module: str,
-    name: str,
-    truth: dict[str, Any],
-    ours: dict[str, Any],
-) -> None:
+def test_losses(published, batch, side, mixed, maps, module, name, truth, ours):
     """In an odd batch the middle image is its own MixToken partner. 384 pixels give 24 x 24 tokens."""
     loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **truth)
     labels = labels_of(batch, SEED)

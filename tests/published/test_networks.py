@@ -1,7 +1,5 @@
 """Networks, the weights that both load, and initial weights, against the published code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +76,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         ("checkpoint", False, 384, 1000),
     ],
 )
-def test_loaded_weights(
-    published: PublishedCode,
-    tmp_path: Path,
-    name: str,
-    form: str,
-    use_ema: bool,
-    img_size: int,
-    classes: int,
-) -> None:
+def test_loaded_weights(published, tmp_path, name, form, use_ema, img_size, classes):
     """Of each format, with the embedding resized for other image sizes, and with heads of other classes."""
     file = saved(published, name, tmp_path / "weights.pth", classes=classes, form=form)
     initial, ours, theirs = loaded(published, name, file, img_size=img_size, classes=FEW, use_ema=use_ema)

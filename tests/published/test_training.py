@@ -1,7 +1,5 @@
 """Ten steps of our training against ten with the published network, the published loss and torch's AdamW."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What TensorBoard's own reader finds in the folder of a run, against what is promised."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

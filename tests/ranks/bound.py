@@ -1,7 +1,5 @@
 """Saves the CPUs of a rank that trains, as the kernel has them: `--plugin tests.ranks.bound`, BOUND=OUT."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

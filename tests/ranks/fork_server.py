@@ -14,8 +14,6 @@ environment therefore start plain interpreters.
 The server ends with its standard input, and its children with the server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -143,8 +141,7 @@ def become(request: dict[str, Any], streams: list[int]) -> list[str]:
     np.random.seed()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdecimal() else len(request["cpus"]))
-    arguments: list[str] = request["arguments"]
-    return arguments
+    return request["arguments"]
 
 
 def run_to_the_end(arguments: list[str]) -> None:

@@ -1,7 +1,5 @@
 """Starts the fork server when a test first needs a rank, and ends it with the tests."""
 
-from __future__ import annotations
-
 import atexit
 import configparser
 import os
@@ -83,7 +81,6 @@ def _server() -> str:
         )
     atexit.register(server.wait)  # so that its CPU time counts as that of the tests
     atexit.register(server.kill)
-    assert server.stdout is not None
     if server.stdout.readline() != "ready\n":
         raise RuntimeError(f"the fork server did not start: {(folder / 'stderr').read_text()}")
     return str(folder / "socket")

@@ -6,8 +6,6 @@ Ranks are forks of a process that has already imported PyTorch and Horovod (`for
 they are interpreters of their own, for tests of start-up, binding and environment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Takes steps on any number of ranks: of a small network, of Muon, and with batch norm over ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any

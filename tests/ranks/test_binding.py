@@ -1,7 +1,5 @@
 """The binding that a run reports is that of its processes, as the kernel reports it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ are evaluated with the figures of their training. That the order of images makes
 tests/unit/test_tasks_metrics.py; pixels are counted in whole numbers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

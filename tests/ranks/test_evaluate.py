@@ -1,7 +1,5 @@
 """Any number of ranks gives the same per-class accuracy as a simple loop over the images."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -54,8 +52,7 @@ def result_of(folder: Path, data: str, *arguments: str, **how: Any) -> dict[str,
     weights = ("--weights", str(folder / "run"))
     status, output = evaluated(str(folder / data), *weights, *flags, *arguments, **how)
     assert status == DONE, output
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result
+    return json.loads(file.read_text())
 
 
 def save_run(folder: Path) -> None:

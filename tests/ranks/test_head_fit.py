@@ -1,7 +1,5 @@
 """The classifier that --fit-head fits is the optimum, on any number of ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 That they are the teacher's is shown in tests/unit/test_labelling_generate.py.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

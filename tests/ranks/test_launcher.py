@@ -1,7 +1,5 @@
 """`--ranks N`: the ranks of one command behave like one process, and none is left however it ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -35,7 +33,6 @@ def training(images: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
     """Train on two ranks for the block, from the first step on."""
     flags = ("--epochs", "1000", "--images-every", "0", "--eval-every", "1000")
     with started(command(images, output, *flags)) as process:
-        assert process.stdout is not None
         assert any(line.startswith("step 1/") for line in process.stdout)
         yield process
 

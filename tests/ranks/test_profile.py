@@ -1,7 +1,5 @@
 """What is measured on two ranks: profiles, which change no weights, and the benchmark of the exchange."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

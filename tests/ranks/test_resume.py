@@ -1,7 +1,5 @@
 """A run that is stopped and resumed is bit-identical to an uninterrupted one, also with other settings."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

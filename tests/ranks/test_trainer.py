@@ -1,7 +1,5 @@
 """The Python interface on two ranks: the same lines, callbacks on all ranks, one message for an error."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

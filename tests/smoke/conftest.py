@@ -1,7 +1,5 @@
 """A small set of images, and functions that run the trainer and measure its CPU time."""
 
-from __future__ import annotations
-
 import resource
 import shlex
 import sys

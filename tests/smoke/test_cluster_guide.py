@@ -1,7 +1,5 @@
 """The commands of docs/cluster.md are run or published trainings; published command lines are accepted."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib

@@ -1,7 +1,5 @@
 """jobs/coarse_to_fine, stopped in either stage, resumes and gives bit-identical weights."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time
@@ -62,9 +60,7 @@ def uninterrupted(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return output
 
 
-def test_a_chain_that_is_stopped_in_both_stages_gives_the_same_weights(
-    demo_set: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_chain_that_is_stopped_in_both_stages_gives_the_same_weights(demo_set, uninterrupted, tmp_path):
     first = chain(demo_set, tmp_path, coarse=("--stop-at-step", "3"))
     assert first.returncode == STOPPED, first.stdout
     assert not (tmp_path / "chain" / "fine").exists()

@@ -4,8 +4,6 @@ They run in their order, on a few images and with small networks. What they comp
 each is spelled as documented, and finds what earlier ones wrote.
 """
 
-from __future__ import annotations
-
 import configparser
 import contextlib
 import json
@@ -32,9 +30,7 @@ from tests.ranks.launching import environment
 from tests.smoke.conftest import save_run, shell
 
 
-def test_the_list_of_commands_and_the_versions(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_list_of_commands_and_the_versions(capsys, monkeypatch):
     def printed(*arguments: str, status: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["horovod-volo", *arguments])
         assert console.main() == status
@@ -254,13 +250,7 @@ EXPECTED: dict[str, Callable[[dict[str, Any], str], object]] = {
 
 
 @pytest.mark.parametrize("part", EXPECTED)
-def test_an_example(
-    part: str,
-    demo_set: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_example(part, demo_set, tmp_path, monkeypatch, capsys):
     assert len(EXAMPLES) == len(EXPECTED)
     (code,) = [code for code in EXAMPLES if part in code]
     for large, small in SMALLER_EXAMPLE.items():

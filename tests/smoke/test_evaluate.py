@@ -1,7 +1,5 @@
 """evaluate gives the accuracies of training and of timm, and predict the classes of an evaluation."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -16,7 +14,6 @@ import pytest
 import torch
 from huggingface_hub import constants as hub
 from PIL import Image
-from safetensors.torch import save_file
 
 import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only after it
 
@@ -27,7 +24,7 @@ from timm.data import create_transform, resolve_model_data_config
 from horovod_volo import evaluate, predict
 from horovod_volo.models.weights_header import read_class_names
 from tests.ranks.launching import python, run, train
-from tests.smoke.conftest import HELD_OUT_IMAGES, save_run
+from tests.smoke.conftest import HELD_OUT_IMAGES, publish, save_run
 
 TIMMS = "test_vit.r160_in1k"  # the smallest timm model whose mean and std are not ImageNet's
 CLASSES, RIGHT = 1000, 40
@@ -36,8 +33,7 @@ CLASSES, RIGHT = 1000, 40
 def evaluated(data: Path, weights: object, *flags: str) -> dict[str, Any]:
     file = data.parent / "result.json"
     assert evaluate.main([str(data), "--weights", str(weights), "--json", str(file), *flags]) == 0
-    result: dict[str, Any] = json.loads(file.read_text())
-    return result
+    return json.loads(file.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +67,7 @@ def test_the_accuracies_are_those_of_the_training(trained: Path, demo_set: Path)
     assert read_class_names(str(last)) == read_class_names(str(last / "ema.safetensors")) == folders
 
 
-def test_classes_are_found_by_their_names(
-    trained: Path, demo_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_classes_are_found_by_their_names(trained, demo_set, tmp_path, capsys):
     """Without the first class, the others keep their numbers; a class of another name is refused."""
     whole = evaluated(demo_set, trained, "--per-class", "all")
     shutil.copytree(demo_set / "val", tmp_path / "some" / "val")
@@ -98,15 +92,6 @@ def draw_image(number: int) -> Image.Image:
     return Image.fromarray(colours).resize((168, 168), Image.Resampling.NEAREST)
 
 
-def write_cache(folder: Path, name: str, network: torch.nn.Module) -> None:
-    """Write weights into a cache as huggingface_hub does."""
-    cached, digest = folder / f"models--timm--{name}", "0" * 40
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text(digest)
-    (cached / "snapshots" / digest).mkdir(parents=True)
-    save_file(network.state_dict(), cached / "snapshots" / digest / "model.safetensors")
-
-
 @torch.inference_mode()
 def logits_of(network: torch.nn.Module, images: list[Image.Image], **colours: Any) -> torch.Tensor:
     """Return a model's logits (images, classes) with timm's own transform."""
@@ -120,7 +105,7 @@ def test_a_network_of_timm_is_evaluated_as_by_timm(tmp_path: Path, monkeypatch: 
     network = timm.create_model(TIMMS).eval()
     with torch.no_grad():
         network.head.weight.normal_()  # otherwise it predicts one class for all images
-    write_cache(tmp_path / "cache", TIMMS, network)
+    publish(tmp_path / "cache", TIMMS, network.state_dict())
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)
     images = [draw_image(number) for number in range(RIGHT + CLASSES)]
@@ -165,9 +150,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 
     return capsys.readouterr().out
 
 
-def test_each_format_has_the_same_classes(
-    weights: str, demo_set: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_format_has_the_same_classes(weights, demo_set, capsys):
     folder = demo_set / "val"
     whole = json.loads(shown(capsys, weights, folder, "--format", "json", "--top", "10"))
     names = sorted(["n01440764 tench, Tinca tinca", *NAMES[1:]])
@@ -186,9 +169,7 @@ def test_each_format_has_the_same_classes(
     assert f"{best['class']} {100 * best['probability']:.1f} %" in table[0]
 
 
-def test_the_page_shows_every_image_and_requests_nothing(
-    weights: str, demo_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_every_image_and_requests_nothing(weights, demo_set, tmp_path, capsys):
     page = tmp_path / "page.html"
     shown(capsys, weights, demo_set / "val", "--top", "10", "--html", page)
     text = page.read_text()
@@ -205,9 +186,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().err
 
 
-def test_images_that_cannot_be_read_are_named(
-    weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_images_that_cannot_be_read_are_named(weights, tmp_path, capsys):
     Image.fromarray(np.zeros((50, 40, 3), np.uint8)).save(tmp_path / "good.png")
     (tmp_path / "bad.jpg").write_text("not an image")
     (tmp_path / "notes.txt").write_text("of no concern")
@@ -227,9 +206,7 @@ def test_images_that_cannot_be_read_are_named(
         assert message in mistake(capsys, source, tmp_path / images)
 
 
-def test_names_are_read_from_stdin_and_a_reader_may_stop_reading(
-    weights: str, demo_set: Path, tmp_path: Path
-) -> None:
+def test_names_are_read_from_stdin_and_a_reader_may_stop_reading(weights, demo_set, tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("\n".join(map(str, sorted((demo_set / "val").rglob("*.jpg")))))
     command = f"{shlex.join(python())} -m horovod_volo.predict {weights} - -b 1 < {names} | head -n 3"

@@ -1,7 +1,5 @@
 """tools/export of networks for classes, pixels and boxes: what is written, checked, read back and refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -63,7 +61,6 @@ def test_an_export_is_replaced_only_with_force(demo_run: Path, tmp_path: Path, c
     lines = capsys.readouterr().out.splitlines()
     assert "evaluated by the class token alone: the auxiliary head was never trained" in lines[0]
     difference = re.fullmatch(r"timm: outputs differ by (\S+) at most", lines[2])
-    assert difference is not None
     assert float(difference[1]) <= 1e-5
     assert "timm has no volo_demo; timm.models.volo.VOLO can" in lines[-1]
     before = (folder / "config.json").stat()
@@ -95,9 +92,7 @@ def test_a_mistake_is_one_message(arguments, message, demo_run: Path, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_different_logits_are_an_error_and_nothing_is_written(
-    demo_run: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_different_logits_are_an_error_and_nothing_is_written(demo_run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timm_export, "timm_difference", lambda trained, folder: 2e-5)
     assert export.main([str(demo_run), str(tmp_path / "export")]) == export.DIFFERS
     assert "timm gives outputs that differ by 2.0e-05" in capsys.readouterr().err
@@ -203,9 +198,7 @@ def test_the_state_dict_names_the_classes_and_can_be_finetuned(trained: Path, ex
     assert all(torch.equal(tensor, written[name]) for name, tensor in network.state_dict().items())
 
 
-def test_wrong_exports_write_nothing(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_exports_write_nothing(trained, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "export"
     assert "are for networks of classification" in refused(capsys, trained, folder, "--model", "volo_d1")
     assert "must be a multiple of 16" in refused(capsys, trained, folder, "--img-size", "72")

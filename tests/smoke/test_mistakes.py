@@ -1,7 +1,5 @@
 """A mistake ends the trainer within seconds, with one line that contains the remedy, and writes nothing."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -57,17 +55,13 @@ def test_help_and_mistakes_in_flags_are_printed_quickly(demo_set: Path, tmp_path
         ("--token-label --token-label-data maps --map-geometry middle", "is not a geometry of label maps"),
     ],
 )
-def test_mistakes_in_settings(
-    arguments: str, message: str, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_in_settings(arguments, message, demo_set, tmp_path, capfd):
     given = [str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments.split()]
     assert_refused(run_here(*given, streams=capfd), message)
     assert not list(tmp_path.iterdir())
 
 
-def test_mistakes_in_the_data_folder(
-    demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_in_the_data_folder(demo_set, tmp_path, capfd):
     where = ("--output", str(tmp_path / "runs"))
     result = run_here(str(tmp_path / "nowhere"), *where, streams=capfd)
     assert_refused(result, f"there is no data folder {tmp_path}/nowhere")
@@ -114,9 +108,7 @@ def test_settings_that_differ_from_the_checkpoint_are_refused(
     assert files_under(stopped_run.parent) == before
 
 
-def test_other_images_than_the_checkpoints_are_refused(
-    stopped_run: Path, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_other_images_than_the_checkpoints_are_refused(stopped_run, demo_set, tmp_path, capfd):
     """Each class has the same number of images, but another name of one image changes their order."""
     changed = shutil.copytree(demo_set, tmp_path / "set")
     image = sorted((changed / "train" / "ring").iterdir())[0]

@@ -1,7 +1,5 @@
 """`train FOLDER` from published weights, which this test puts into the cache of the hub."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

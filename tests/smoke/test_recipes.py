@@ -3,8 +3,6 @@
 Expected values are computed here from the TOML file and the table below.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
@@ -149,9 +147,6 @@ def test_the_header_agrees_with_the_recipe(name: str) -> None:
     per_rank = recipe["data"]["batch_size"]
     assert ranks * per_rank == batch == update["lr_base_size"]
     assert header["Batch"].startswith(f"{ranks} ranks x {per_rank} = {batch}")
-    assert "; any other scales " in header["Batch"]
-    assert name.startswith("ssd300") or f"(--global-batch {batch})" in header["Batch"]
-
     inputs = ("--token-label-data", "--finetune", "--ground-truth")
     given = {flag[2:].replace("-", "_") for flag in inputs if flag in command}
     assert ("finetune" in given) == (name in DENSE or update["weight_decay"] == 1e-8)
@@ -188,9 +183,7 @@ def test_the_learning_rate_of_ssd_is_divided_before_epochs_43_and_54() -> None:
         (["--opt", "sgd", "--shard-optimizer", "--ema-decay", "0.9"], 4, 8 + (4 + 4) / 4 + 4),
     ],
 )
-def test_memory_depends_on_optimizer_and_ranks(
-    flags: list[str], ranks: int, bytes_per_parameter: float
-) -> None:
+def test_memory_depends_on_optimizer_and_ranks(flags, ranks, bytes_per_parameter):
     config = parse(["--recipe", "volo_d5", *flags]).config
     reported = properties_in(describe(config, ranks, configured("volo_d5")[1]))
     expected = bytes_per_parameter * PUBLISHED["volo_d5"][0] / GIB
@@ -211,12 +204,6 @@ def test_checkpointed_blocks_save_only_their_input() -> None:
 # Recipes for one GPU
 
 
-def gib_of_a_gpu(*flags: str) -> float:
-    """Return the memory that a dry run of one rank estimates, with what it reserves."""
-    used = properties_in(dry_run(parse([*flags]).config, 1))["memory"]
-    return sum(map(float, re.findall(r"([\d.]+) GiB", used))) / 0.9 + 3
-
-
 @pytest.mark.parametrize("name", FOR_ONE_GPU)
 def test_a_recipe_is_for_one_process_and_begins_with_the_weights_of_the_authors(name: str) -> None:
     header, recipe = header_of(name), toml_of(name)
@@ -233,22 +220,6 @@ def test_a_recipe_is_for_one_process_and_begins_with_the_weights_of_the_authors(
         text = dry_run(parse(["--recipe", name, "--num-classes", "102"]).config, 1)
         assert "warning  " in text  # on the number of images, which is assumed
         assert "has no effect" not in text
-
-
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        ("finetune_folder", ["--batch-size", "16"]),
-        ("transfer_small", ["--batch-size", "32"]),
-        ("volo_d1_12gb", ["--grad-checkpoint"]),
-    ],
-)
-def test_the_memory_of_a_header_is_that_of_a_dry_run(name: str, flags: list[str]) -> None:
-    classes = [] if "12gb" in name else ["--num-classes", "102"]
-    stated = [float(number) for number in re.findall(r"about ([\d.]+)\s+GiB", header_of(name)["Memory"])]
-    found = [gib_of_a_gpu("--recipe", name, *classes, *more) for more in ([], flags)]
-    assert stated == pytest.approx(found, abs=0.1)
-    assert max(found) < 11.7
 
 
 def test_on_twelve_gigabytes_the_published_batch_is_accumulated() -> None:

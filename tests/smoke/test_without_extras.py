@@ -4,8 +4,6 @@ That no extra needs another one, so that each can be deleted alone, is a contrac
 pyproject.toml.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A block of commands is run by the test of its document, which RUN_BY names, or t
 needs: `<!-- needs: a cluster -->`.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

@@ -3,8 +3,6 @@
 Only Horovod is in none of them: horovod_volo/cluster/build_horovod.sh builds the version that it names.
 """
 
-from __future__ import annotations
-
 import configparser
 import re
 from typing import Any

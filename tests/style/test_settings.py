@@ -1,7 +1,5 @@
 """Every setting is read and has a use, and none of our flags is an ambiguous prefix of one of horovodrun."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

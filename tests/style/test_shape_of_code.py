@@ -1,7 +1,5 @@
 """Limits on the length of modules and functions, and on names; no leftovers in the repository."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -34,7 +32,7 @@ def test_modules_and_functions_are_short() -> None:
     assert [name for name, lines in functions.items() if lines > 60] == []
 
 
-@pytest.mark.parametrize(("benchmarks", "modules", "lines"), [(False, 215, 29_183), (True, 13, 1_817)])
+@pytest.mark.parametrize(("benchmarks", "modules", "lines"), [(False, 215, 28_987), (True, 13, 1_794)])
 def test_the_package_does_not_grow_unnoticed(benchmarks: bool, modules: int, lines: int) -> None:
     """A change that raises a number here removes as many lines or modules elsewhere, and says which."""
     counted = [path for name, path in MODULES.items() if name.startswith("horovod_volo/bench/") == benchmarks]

@@ -1,7 +1,5 @@
 """Small data sets of painted boxes, in COCO's layout, a rank that reads them, the distance of samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

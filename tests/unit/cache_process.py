@@ -1,7 +1,5 @@
 """A process that reads a file through a cache of blocks, for a test with several; it imports little."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

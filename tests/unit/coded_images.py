@@ -1,7 +1,5 @@
 """Folders of images whose colours encode the position of each pixel or are smooth, and loaders on a CPU."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -58,8 +56,7 @@ def unnormalised(images: torch.Tensor) -> NDArray[np.float64]:
     """Return normalised images (batch, 3, height, width) as colours from 0 to 255."""
     mean = np.array(IMAGENET_MEAN)[:, None, None]
     std = np.array(IMAGENET_STD)[:, None, None]
-    colours: NDArray[np.float64] = 255 * (images.numpy().astype(np.float64) * std + mean)
-    return colours
+    return 255 * (images.numpy().astype(np.float64) * std + mean)
 
 
 _COMMON: dict[str, Any] = {

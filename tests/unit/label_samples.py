@@ -1,7 +1,5 @@
 """Image folders with empty files, shards of small images, and label maps for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

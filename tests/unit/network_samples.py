@@ -1,7 +1,5 @@
 """Networks with perturbed weights, so that no initial 0 or 1 hides a mistake, and images for them."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import torch

@@ -1,7 +1,5 @@
 """A page of the report as its parts: what it requests, its texts, and its tables."""
 
-from __future__ import annotations
-
 import html.parser
 
 _VOID = ("meta", "img", "br", "col")

@@ -1,7 +1,5 @@
 """timm's own augmentation: single operations, and recorded random draws."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Everything is float64 and follows the definitions literally: a (classes, height,
 RoIAlign by loops, a softmax over all classes, smoothing and mixing.
 """
 
-from __future__ import annotations
-
 from math import ceil
 
 import torch

@@ -1,7 +1,5 @@
 """The schema as plain data for tests of the command line and of recipes, and values to set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 

@@ -1,7 +1,5 @@
 """Write small shards of each format by the formats' descriptions, without the package's code."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

@@ -1,7 +1,5 @@
 """Settings of a run of a few steps on drawn images, and a disk that is soon full."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

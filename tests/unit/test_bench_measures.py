@@ -1,11 +1,8 @@
 """Each benchmark runs at a tiny size, reports its figures, and refuses wrong values; also those of a GPU."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.models.registry import COMPILERS
 
 CPU = torch.device("cpu")
+TINY: dict[str, Any] = {"model": "volo_demo", "img_size": 32, "batch_size": 2, "pairs": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +28,7 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
 
 
-def test_a_wrong_loss_is_not_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_loss_is_not_measured(monkeypatch, capsys):
     flags = "loss --classes 40 60 --batch-sizes 2 --pairs 3"
     assert command_line.main([*flags.split(), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -61,23 +57,20 @@ def test_a_wrong_loss_is_not_measured(
         ("simulate --models volo_demo", "volo_d1"),
     ],
 )
-def test_a_mistake_is_reported_with_its_remedy(
-    flags: str, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_reported_with_its_remedy(flags, remedy, capsys):
     assert command_line.main(flags.split()) == 2
     assert remedy in capsys.readouterr().err
 
 
 def test_a_step_is_measured() -> None:
-    result = step.measure(model="volo_demo", img_size=32, batch_size=2, precision="fp32", pairs=3)
+    result = step.measure(**TINY)
     figures = {figure.label: figure.value for figure in result.figures}
     assert list(figures) == ["images a second", "whole step", "first 3 steps"]
     assert figures["images a second"] == pytest.approx(2000 / figures["whole step"])
 
 
 def test_steps_are_compared_with_those_of_timms_network() -> None:
-    settings = {"model": "volo_demo", "img_size": 32, "batch_size": 2, "pairs": 2}
-    result = peers.measure(**settings, against=["eager", "published"])
+    result = peers.measure(**TINY, against=["eager", "published"])
     assert all(figure.value > 0 for figure in result.figures)
     assert {"faster than eager", "faster than published"} <= {figure.label for figure in result.figures}
 
@@ -97,14 +90,6 @@ case "$3" in
 esac
 echo '{RECORD}'
 """
-TINY: dict[str, Any] = {
-    "model": "volo_demo",
-    "img_size": 32,
-    "batch_size": 2,
-    "precision": "fp32",
-    "drop_path": 0.1,
-    "pairs": 3,
-}
 
 
 def test_the_commands_of_the_plan_are_understood_and_every_part_takes_less_than_eight_minutes() -> None:
@@ -124,9 +109,7 @@ def test_ceilings_of_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(figure.value > 0 for figure in figures)
 
 
-def test_a_failure_does_not_stop_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_does_not_stop_the_rest(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     python = tmp_path / "python"
     python.write_text(STAND_IN)

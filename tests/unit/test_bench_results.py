@@ -3,15 +3,9 @@
 The simulator is tested against cases counted by hand, and against what must hold whatever the numbers are.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
-from collections.abc import Sequence
-from math import comb
 from pathlib import Path
-from time import sleep
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +16,7 @@ from horovod_volo.bench import comparison as module
 from horovod_volo.bench.comparison import PairedTimes, WrongResultError, alternate, assert_agree
 from horovod_volo.bench.results import (
     Figure,
-    Flag,
     Result,
-    add_flags,
     append,
     lines,
     markdown,
@@ -44,29 +36,6 @@ from horovod_volo.bench.simulate import (
     tree_seconds,
 )
 from horovod_volo.core.errors import UserError
-
-
-def example(
-    *,
-    folder: Annotated[str, Flag("where")],
-    sides: Annotated[Sequence[int], Flag("sides in pixels")] = (8, 16),
-    against: Annotated[Sequence[Literal["a", "b"]], Flag("peers", may_be_empty=True)] = ("a",),
-    rate: Annotated[float, Flag("rate in images a second")] = 0.5,
-    compile: Annotated[bool, Flag("compile it")] = False,
-) -> None:
-    """Stand for a benchmark."""
-
-
-def test_a_signature_declares_its_flags() -> None:
-    parser = argparse.ArgumentParser()
-    add_flags(parser, example)
-    found = vars(parser.parse_args(["here"]))
-    assert found == {"folder": "here", "sides": (8, 16), "against": ("a",), "rate": 0.5, "compile": False}
-    words = ["here", "--sides", "1", "2", "--against", "--rate", "2", "--compile"]
-    found = vars(parser.parse_args(words))
-    assert found == {"folder": "here", "sides": [1, 2], "against": [], "rate": 2.0, "compile": True}
-    assert "sides in pixels (default: 8 16)" in " ".join(parser.format_help().split())
-
 
 CPU = torch.device("cpu")
 
@@ -89,36 +58,9 @@ def test_the_ratio_is_the_median_of_pairs_not_of_sides() -> None:
     found = Figure.of("", times.ratios, "x")
     assert found.value == 2.0
     assert (found.low, found.high) == (2.0, 4.0)
-
-
-def exact_interval(samples: list[float]) -> tuple[float, float]:
-    """Return the 2.5 % and 97.5 % points of a resampled median, from binomial probabilities."""
-    ordered, size = sorted(samples), len(samples)
-    majority = size // 2 + 1
-
-    def at_most(rank: int) -> float:
-        """Return the probability that the median of a resampling is among the `rank` smallest."""
-        p = rank / size
-        return sum(comb(size, n) * p**n * (1 - p) ** (size - n) for n in range(majority, size + 1))
-
-    low = next(value for rank, value in enumerate(ordered, 1) if at_most(rank) > 0.025)
-    high = next(value for rank, value in enumerate(ordered, 1) if at_most(rank) > 0.975)
-    return low, high
-
-
-@pytest.mark.parametrize("size", [3, 7, 11, 13, 25])
-def test_the_interval_is_the_exact_one(size: int) -> None:
-    samples = list(np.random.default_rng(size).permutation(np.arange(size) ** 1.5))
-    found = Figure.of("", samples, "x")
-    assert found.value == sorted(samples)[size // 2]
-    assert (found.low, found.high) == exact_interval(samples)
-    assert Figure.of("", samples, "x") == found
-
-
-def test_a_block_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK_SECONDS", 0.1)
-    assert 2 <= module.repeats_for(module.timed(lambda: sleep(0.02), 1, CPU)) <= 5
-    assert module.repeats_for(module.timed(lambda: sleep(0.2), 1, CPU)) == 1
+    # The median of five drawn again is an end of them with a probability of 5.8 %.
+    found = Figure.of("", [1.0, 2.0, 3.0, 4.0, 100.0], "x")
+    assert (found.value, found.low, found.high) == (3.0, 1.0, 100.0)
 
 
 def test_values_that_differ_are_refused() -> None:
@@ -155,10 +97,8 @@ def test_records_are_appended_with_what_produced_them(tmp_path: Path) -> None:
         append(record(commit=commit), path)
     assert read_records(path) == [record(commit="old"), record(commit="new")]
     made = read_records(path)[0]
-    assert list(made) == ["name", "title", "date", "commit", "hardware", "load", "command", "figures"]
     assert made["load"] == [0.12, 2.0]
     assert made["hardware"]["cores"] > 0
-    assert json.loads(json.dumps(made)) == made
     with pytest.raises(UserError, match="Record from a checkout"):
         append(record(), tmp_path / "nowhere" / "results.jsonl")
 
@@ -193,18 +133,6 @@ def test_latencies_are_those_of_nccls_own_model() -> None:
     assert found == pytest.approx([0.54e-3, 3.56e-3, 14.3e-3], rel=0.01)
     found = [tree_seconds(0, ranks, fabric) for ranks in (40, 256, 1024, 10_000)]
     assert found == pytest.approx([0.148e-3, 0.204e-3, 0.260e-3, 0.372e-3], rel=0.01)
-
-
-def test_the_ring_is_that_of_measured_hosts() -> None:
-    """Seconds of 4 and 8 MiB between emulated hosts on links of 200 Mbit/s, recorded at c4f3de5.
-
-    The rate and the start were fitted to 2 and 3 hosts. More hosts compete for two cores.
-    """
-    links = Fabric("200 Mbit/s", 23.84e6, 23.84e6, ranks_per_host=1, start=0.0, ring_hop_between=0.0)
-    measured = {4: (0.270, 0.532), 8: (0.319, 0.627)}
-    for hosts, times in measured.items():
-        found = [ring_seconds(mib * 2**20, hosts, links) for mib in (4, 8)]
-        assert found == pytest.approx(times, rel=0.04)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What follows from settings: batches, steps and learning rates; and which stated settings have no effect."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +35,7 @@ def config(**chosen: Any) -> Config:
         (3, 7, 2, 85, 42, 2, 6.5625e-5),
     ],
 )
-def test_a_run_takes_its_shape(
-    ranks: int, batch: int, accumulation: int, images: int, global_batch: int, steps: int, peak: float
-) -> None:
+def test_a_run_takes_its_shape(ranks, batch, accumulation, images, global_batch, steps, peak):
     derived = derive(config(batch_size=batch, accumulation=accumulation), ranks=ranks, images=images)
     assert derived.ranks == ranks
     assert derived.global_batch == global_batch
@@ -70,9 +66,7 @@ def test_a_warm_up_that_comes_before_makes_the_run_longer() -> None:
         (8, 79, {"global_batch": 80}, "global_batch", 72),
     ],
 )
-def test_a_step_of_more_than_all_images_names_the_largest_that_works(
-    ranks: int, images: int, chosen: dict[str, int], name: str, largest: int
-) -> None:
+def test_a_step_of_more_than_all_images_names_the_largest_that_works(ranks, images, chosen, name, largest):
     flag = "--" + name.replace("_", "-")
     with pytest.raises(UserError, match=f"there are {images}.* Use {flag} {largest} or less"):
         derive(resolve(config(**chosen), ranks), ranks=ranks, images=images)
@@ -116,15 +110,12 @@ def test_all_three_rates_are_scaled_alike_unless_they_are_given(ranks: int) -> N
         (8, {"lr_base": 1e-5, "lr_base_size": 0, "min_lr": 0.0, "batch_size": 8}, "--warmup-lr"),
     ],
 )
-def test_rates_that_cross_are_refused_before_anything_is_read(
-    ranks: int, chosen: dict[str, Any], flag: str
-) -> None:
+def test_rates_that_cross_are_refused_before_anything_is_read(ranks, chosen, flag):
     with pytest.raises(UserError, match=f"below {flag}, which is") as raised:
         resolve(config(**chosen), ranks)
     with pytest.raises(UserError, match=flag):
         derive(config(**chosen), ranks=ranks, images=IMAGENET)
     match = re.search(rf"Use {flag} (\S+) or less", str(raised.value))
-    assert match is not None
     named = float(match[1])
     setting = flag[2:].replace("-", "_")
     resolve(config(**{**chosen, setting: named}), ranks)
@@ -148,9 +139,7 @@ def test_rates_that_cross_are_refused_before_anything_is_read(
         (4, 1, 12, 1, 3),
     ],
 )
-def test_a_global_batch_is_the_fewest_passes_that_fit(
-    ranks: int, largest: int, wanted: int, batch: int, passes: int
-) -> None:
+def test_a_global_batch_is_the_fewest_passes_that_fit(ranks, largest, wanted, batch, passes):
     found = resolve(config(batch_size=largest, global_batch=wanted), ranks)
     assert (found.data.batch_size, found.update.accumulation) == (batch, passes)
     assert derive(found, ranks=ranks, images=IMAGENET).global_batch == wanted
@@ -168,9 +157,7 @@ def test_a_global_batch_is_the_fewest_passes_that_fit(
         (48, "--global-batch 16", "multiples: --global-batch 48 = 48 x 1 x 1 micro-batches, peak"),
     ],
 )
-def test_a_global_batch_that_cannot_be_divided_is_offered_the_nearest(
-    ranks: int, argv: str, offered: str
-) -> None:
+def test_a_global_batch_that_cannot_be_divided_is_offered_the_nearest(ranks, argv, offered):
     with pytest.raises(UserError, match=f"is not a multiple of {ranks} ranks") as raised:
         resolve(parse(argv.split()).config, ranks)
     assert offered in str(raised.value)
@@ -219,9 +206,7 @@ WITHOUT_EFFECT = [
 
 
 @pytest.mark.parametrize(("stated", "why", "without", "with_effect"), WITHOUT_EFFECT)
-def test_a_setting_without_effect_is_named(
-    stated: str, why: str, without: str, with_effect: str, tmp_path: Path
-) -> None:
+def test_a_setting_without_effect_is_named(stated, why, without, with_effect, tmp_path):
     def warnings(flags: str, of_run: str) -> list[str]:
         argv, facts = ("", [of_run]) if of_run in FACTS else (of_run, [])
         config = parse([*flags.split(), *argv.split()]).config

@@ -1,7 +1,5 @@
 """Mistakes in flags and recipes are refused in one line that says what to type instead; and the help."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -171,9 +169,7 @@ MISTAKES_OF_COMMANDS = [
 
 
 @pytest.mark.parametrize("case", MISTAKES_OF_COMMANDS, ids=lambda case: " ".join(case[:2]))
-def test_a_mistake_names_the_flag_and_the_remedy(
-    case: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_names_the_flag_and_the_remedy(case, capsys):
     command, flags, *said = case
     message = printed_refusal(command, flags, capsys)
     assert [text for text in said if text not in message] == []
@@ -189,9 +185,7 @@ def test_a_misspelled_required_flag_is_not_said_to_be_missing(capsys: pytest.Cap
 FLAGS = set(build_parser()._option_string_actions)
 
 
-def test_the_short_help_fits_on_a_screen_and_its_examples_are_read(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_short_help_fits_on_a_screen_and_its_examples_are_read(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
         parse(["-h"])
@@ -214,9 +208,7 @@ def test_the_short_help_fits_on_a_screen_and_its_examples_are_read(
         ("--epochs 7 --help-all --model volo_d2", "given: 7", "224"),
     ],
 )
-def test_the_help_shows_the_values_that_a_run_would_have(
-    argv: str, epochs: str, width: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_shows_the_values_that_a_run_would_have(argv, epochs, width, capsys):
     with pytest.raises(SystemExit):
         parse(argv.split())
     printed = " ".join(capsys.readouterr().out.split())

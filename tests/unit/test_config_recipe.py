@@ -1,7 +1,5 @@
 """The command line is the schema; recipes are read as they were written; default < recipe < flag."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +93,7 @@ def test_removed_settings_that_changed_no_result_are_left_out_with_a_warning(tmp
         ("demo", [], ""),
     ],
 )
-def test_a_run_without_what_its_recipe_was_published_with_is_noted(
-    name: str, given: list[str], lacking: str, tmp_path: Path
-) -> None:
+def test_a_run_without_what_its_recipe_was_published_with_is_noted(name, given, lacking, tmp_path):
     config = parse(["--recipe", name, *(word for need in given for word in PLACES[need])]).config
     noted = config_warnings(config)
     assert len(noted) == bool(lacking)
@@ -115,18 +111,14 @@ def test_a_run_without_what_its_recipe_was_published_with_is_noted(
         ("lr_base = 8e-6\nlr_base_size = 1024\nmin_lr = 4e-6\nwarmup_lr = 1e-6", 4e-6, (2e-6, 5e-7)),
     ],
 )
-def test_a_recipe_without_the_batch_of_its_rates_means_what_it_meant(
-    text: str, peak: float, ends: tuple[float, float], tmp_path: Path
-) -> None:
+def test_a_recipe_without_the_batch_of_its_rates_means_what_it_meant(text, peak, ends, tmp_path):
     config = parse(["--recipe", recipe_of(tmp_path, f"[update]\n{text}\n"), "-b", "64"]).config
     derived = derive(config, ranks=8, images=10_000)
     assert (derived.peak_lr, (derived.min_lr, derived.warmup_lr)) == (peak, ends)
 
 
 @pytest.mark.parametrize(("group", "name", "default"), FIELDS, ids=NAMES)
-def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(
-    group: str, name: str, default: Any, tmp_path: Path
-) -> None:
+def test_a_flag_wins_over_a_recipe_and_a_recipe_over_the_default(group, name, default, tmp_path):
     in_recipe, by_flag = examples(name, default)
     lines = dump(assemble({name: in_recipe}, fallback_name="")).splitlines()
     line = next(line for line in lines if line.startswith(f"{name} = "))
@@ -180,27 +172,6 @@ def test_flags_without_effect_are_named_in_one_warning() -> None:
     assert warning.startswith("--pin-mem, --worker-seeding, --channels-last: without effect here")
 
 
-# From the page on training scripts in timm's documentation; tests/smoke/test_cluster_guide.py has others.
-PUBLISHED = """
---data-dir /imagenet/ --model efficientnet_b2 -b 128 --sched step --epochs 450 --decay-epochs 2.4
---decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 --weight-decay 1e-5 --drop 0.3
---drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa rand-m9-mstd0.5 --remode pixel --reprob 0.2
---amp --lr .016
-
---data-dir /imagenet --model seresnet34 --sched cosine --epochs 150 --warmup-epochs 5 --lr 0.4 --reprob 0.5
---remode pixel --batch-size 256 --amp -j 4
-
---data-dir /imagenet --model resnext50_32x4d --lr 0.6 --warmup-epochs 5 --epochs 240 --weight-decay 1e-4
---sched cosine --reprob 0.4 --recount 3 --remode pixel --aa rand-m7-mstd0.5-inc1 -b 192 -j 6 --amp
---dist-bn reduce
-"""
-
-
-@pytest.mark.parametrize("line", PUBLISHED.split("\n\n"))
-def test_a_published_command_line_is_parsed(line: str) -> None:
-    parse(line.split())
-
-
 def test_a_whole_number_in_a_recipe_will_do_for_a_float(tmp_path: Path) -> None:
     config = parse(["--recipe", recipe_of(tmp_path, "[update]\nlr = 1\n[data]\nscale = [1, 1]")]).config
     assert type(config.update.lr) is float
@@ -229,9 +200,7 @@ def test_a_run_is_called_after_its_recipe_or_its_model(tmp_path: Path) -> None:
         (["--recipe", "SOME", "--model", "lvvit_s"], 7, 20, 0.5),
     ],
 )
-def test_a_familys_default_stands_between_the_schemas_and_a_flag(
-    argv: list[str], batch: int, warmup: int, dense: float, tmp_path: Path
-) -> None:
+def test_a_familys_default_stands_between_the_schemas_and_a_flag(argv, batch, warmup, dense, tmp_path):
     recipe = recipe_of(tmp_path, "[data]\nbatch_size = 7\n")
     config = parse([recipe if word == "SOME" else word for word in argv]).config
     found = (config.data.batch_size, config.update.warmup_epochs, config.objective.dense_weight)

@@ -3,8 +3,6 @@
 That they are uniform and independent follows from the formula, splitmix64.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 from collections import Counter

@@ -1,7 +1,5 @@
 """Crops, RandAugment, colour jitter and erasing: distributed as in timm and torchvision, equal to Pillow."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -253,9 +251,7 @@ def test_operations_are_drawn_from_the_set_that_is_named() -> None:
 
 
 @pytest.mark.parametrize(("number", "kind", "name"), [(17, "COLOR", "mine"), (1000, "GEOMETRIC", "mine")])
-def test_operations_with_reserved_numbers_kinds_or_names_are_refused(
-    number: int, kind: str, name: str
-) -> None:
+def test_operations_with_reserved_numbers_kinds_or_names_are_refused(number, kind, name):
     wrong = ops.Operation(
         number, "Wrong", ops.Kind[kind], lambda level, sign, increasing: level, color_ops.invert
     )

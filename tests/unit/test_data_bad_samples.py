@@ -1,7 +1,5 @@
 """Damaged samples are replaced by a fixed rule, reported and limited; unusual images are read correctly."""
 
-from __future__ import annotations
-
 import io
 import struct
 from pathlib import Path
@@ -261,9 +259,7 @@ def deep_images() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("decoder", ["dali", "pillow"])
 @pytest.mark.parametrize("name", deep_images())
-def test_gray_images_of_more_than_8_bits_are_scaled_or_refused(
-    tmp_path: Path, name: str, decoder: DecoderName
-) -> None:
+def test_gray_images_of_more_than_8_bits_are_scaled_or_refused(tmp_path, name, decoder):
     file = (tmp_path / "val" / "a" / name).with_suffix(".png")
     file.parent.mkdir(parents=True)
     file.write_bytes(deep_images()[name])

@@ -69,9 +69,7 @@ def test_links_to_nothing_are_not_left_out_in_silence(tmp_path):
     (tmp_path / "data").rename(tmp_path / "train")
     assert names(read_folder(str(tmp_path), "train")) == ("a/00.jpg", "b/00.jpg")
     (tmp_path / "train/c").symlink_to("/mnt/none/c")
-    with pytest.raises(
-        UserError, match=r"1 of 3 entries of .*train are links to nothing, the first: c\. Fetch"
-    ):
+    with pytest.raises(UserError, match=r"1 of 3 entries of .* the first: c\. Fetch"):
         read_folder(str(tmp_path), "train")
     (tmp_path / "train/c").unlink()
     (tmp_path / "val").symlink_to("/mnt/none/val")
@@ -228,9 +226,7 @@ def test_no_changed_byte_of_a_cached_catalog_is_read(tmp_path):
 
 def test_a_catalog_folder_that_cannot_be_written_is_an_error(tmp_path):
     touch(tmp_path, "train/a/1.jpg", "taken")
-    with pytest.raises(
-        UserError, match=r"keep the list in .*taken.* another folder for the list with --catalog"
-    ):
+    with pytest.raises(UserError, match=r"keep the list in .*taken.* with --catalog"):
         build_catalog(str(tmp_path), "train", tmp_path / "taken")
 
 

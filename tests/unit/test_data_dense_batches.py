@@ -1,7 +1,5 @@
 """Windows of images with masks or boxes: one map, the references' distributions, functions of the seed."""
 
-from __future__ import annotations
-
 import random
 from contextlib import closing
 from dataclasses import replace
@@ -181,9 +179,7 @@ def batches(
         return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
 
 
-def test_painted_boxes_and_their_pixels_agree_to_a_pixel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_painted_boxes_and_their_pixels_agree_to_a_pixel(tmp_path, monkeypatch):
     monkeypatch.setattr(box_loader, "_RANGES", ((1.0, 1.0),) * 3)
     images = painted(tmp_path)
     compared, cut = 0, 0
@@ -331,5 +327,4 @@ def colored_by_dali(pixels: NDArray[np.uint8], change: ColorChange) -> NDArray[n
         )
     pipeline.build()
     (result,) = pipeline.run()
-    colored: NDArray[np.uint8] = np.array(result.as_array())[0]
-    return colored
+    return np.array(result.as_array())[0]

@@ -1,7 +1,5 @@
 """Lists of images with masks or boxes, with the oddities of real ones: each is read, or explained."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -114,9 +112,7 @@ def test_a_folder_that_permission_denies() -> None:
         try:
             if is_root:
                 os.seteuid(UNPRIVILEGED)
-            with pytest.raises(
-                UserError, match=r"train/(ulm|three\.png) cannot be listed: Permission denied\."
-            ):
+            with pytest.raises(UserError, match=r"train/(ulm|three\.png) cannot be listed"):
                 list_scenes(root, find_layout(root), "train")
             assert set(paths_below(train, denied)) == {"one.png", "ulm", "four"}
         finally:

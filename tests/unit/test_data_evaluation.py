@@ -1,7 +1,5 @@
 """Evaluation images and their predictions are those of timm, on any number of ranks."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.accuracy import ImageScores
 from horovod_volo.evaluation.predictions import predict
 from horovod_volo.models.pretrained import PretrainedModel
@@ -114,17 +111,14 @@ def probabilities_by_hand(path: str) -> NDArray[np.float64]:
     return np.asarray(Linear()((image - mean) / std).double().softmax(dim=1)[0])
 
 
-def loader(catalog: Catalog, rank: int, size: int) -> EvalLoader:
-    where = {"rank": rank, "size": size, "device": CPU, "threads": 1}
-    return EvalLoader(catalog, Data(batch_size=2), image_size=SIDE, crop_pct=CROP_PCT, **where)
-
-
 def test_the_counts_are_the_same_on_any_number_of_ranks(catalog: Catalog) -> None:
     counts = []
     for size in (1, 3, len(CROPPED) + 2):  # so that two have none
         scores = ImageScores(CPU)
         for rank in range(size):
-            with closing(loader(catalog, rank, size)) as opened:
+            with closing(
+                eval_loader(catalog, Data(batch_size=2), crop_pct=CROP_PCT, rank=rank, size=size)
+            ) as opened:
                 for batch in opened:
                     scores.add(batch, Linear()(batch.images))
         counts.append(scores.gather(catalog, World.single())[0])

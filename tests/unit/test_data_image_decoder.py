@@ -1,7 +1,5 @@
 """Pillow's pipelines give DALI's pixels up to rounding, in a network's colours and the sizes of the files."""
 
-from __future__ import annotations
-
 import io
 import sys
 import threading
@@ -220,9 +218,7 @@ def test_a_loader_normalises_with_the_given_mean_and_std(small: Path, split: str
         ("volo_demo", {"mean": OWN.mean, "std": OWN.std}, OWN),
     ],
 )
-def test_a_run_shows_its_networks_colours_or_its_own(
-    small: Path, model: str, own: dict[str, Any], colours: Normalization
-) -> None:
+def test_a_run_shows_its_networks_colours_or_its_own(small, model, own, colours):
     images = Images(*(build_catalog(str(small), split, None) for split in ("train", "val")), None)
     settings = Data(batch_size=4, crop_pct=0.9, **own, **PLAIN)
     config = Config(model=Model(model=model, img_size=32), data=settings)

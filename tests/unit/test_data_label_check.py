@@ -1,7 +1,5 @@
 """The check of a label store: maps, damage, agreement with the images' classes; which image is shown."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from coded_images import write_images

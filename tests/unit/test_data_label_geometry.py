@@ -1,7 +1,5 @@
 """The geometry of label maps: parsed, recorded, and assumed with a warning where nothing is recorded."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

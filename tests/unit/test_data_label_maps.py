@@ -84,9 +84,7 @@ def test_a_class_without_any_map_is_refused(tmp_path):
     with pytest.raises(BadSampleError, match=r"no label map .*b/1\.pt"):
         maps.read(1)
     (folder / "b" / "2.pt").unlink()
-    with pytest.raises(
-        UserError, match=r"no label map .*b/1\.pt, nor one for any other image of class b\. --tok"
-    ):
+    with pytest.raises(UserError, match=r"no label map .*b/1\.pt, .* of class b\. --tok"):
         PublishedMaps(folder, catalog)
 
 
@@ -104,10 +102,7 @@ def test_the_shape_is_read_from_the_first_intact_map(tmp_path):
 def test_maps_for_other_classes_are_refused_when_opened(tmp_path):
     catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
     save(published_map(classes=1000), tmp_path / "maps" / "a" / "1.pt")
-    with pytest.raises(
-        UserError,
-        match=r"the first problem: .* but there are 1 classes: it was made for other classes\. Name",
-    ):
+    with pytest.raises(UserError, match=r"there are 1 classes: .* other classes\. Name"):
         PublishedMaps(tmp_path / "maps", catalog)
 
 

@@ -254,9 +254,7 @@ def readers(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> list[list[
     return found
 
 
-def test_the_consumer_reads_cached_batches_and_tries_others_once_an_epoch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_consumer_reads_cached_batches_and_tries_others_once_an_epoch(monkeypatch):
     cached = [True] * BATCHES
     slow = [True] * 6 + [False] * 2  # four in a row are slow; two more were announced by then
     assert readers([0.0, 0.02, 0.02, 0.0], monkeypatch) == [cached, slow, slow, cached]

@@ -5,8 +5,6 @@ centre: class 0 the row, class 1 the column. TrainLoader augments both, and the 
 recovered from the targets that the loss computes.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,15 +129,12 @@ def errors(tokens: TokenPlaces, cells: int) -> NDArray[np.float64]:
 def is_beyond(tokens: TokenPlaces) -> NDArray[np.bool_]:
     """Return a mask of the tokens, (TOKENS, TOKENS), outside the part that the map covers."""
     low, extent = tokens.covered[:2, None, None], tokens.covered[2:, None, None]
-    beyond: NDArray[np.bool_] = ((tokens.shown < low) | (tokens.shown > low + extent)).any(axis=0)
-    return beyond
+    return ((tokens.shown < low) | (tokens.shown > low + extent)).any(axis=0)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("cells", [9, 14, 18])
-def test_labels_belong_to_the_positions_of_the_pixels(
-    tmp_path: Path, geometry: MapGeometry, cells: int
-) -> None:
+def test_labels_belong_to_the_positions_of_the_pixels(tmp_path, geometry, cells):
     folders = coded_set(tmp_path, geometry, cells)
     batch = one_batch(*folders, geometry, hflip=0.5, vflip=0.5)
     right = np.stack([errors(tokens, cells) for tokens in batch])

@@ -150,9 +150,7 @@ def batches_of(
 
 
 @pytest.mark.parametrize("settings", [Data(balance=1.0), Data(aug_repeats=4)])
-def test_ranks_and_restarts_see_the_same_draws_each_augmented_differently(
-    folder: Path, settings: Data
-) -> None:
+def test_ranks_and_restarts_see_the_same_draws_each_augmented_differently(folder, settings):
     alone = batches_of(folder, settings)
     pixels = {
         number: image

@@ -1,7 +1,5 @@
 """Packed images and masks are those of the folder, in its order; what is missing is named in one message."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import tarfile
@@ -180,9 +178,7 @@ def cut(split: Path) -> None:
         (lambda split: (split / "manifest.json").unlink(), r"has no manifest\.json"),
     ],
 )
-def test_what_is_missing_is_named(
-    damage: Callable[[Path], object], message: str, drawn: Path, tmp_path: Path
-) -> None:
+def test_what_is_missing_is_named(damage, message, drawn, tmp_path):
     out = packed(drawn, tmp_path / "out", "--shard-images", 5)
     damage(out / "train")
     with pytest.raises(UserError, match=message) as raised:
@@ -217,9 +213,7 @@ def test_packed_images_with_classes_and_with_masks_are_told_apart(drawn: Path, t
         open_scenes(tmp_path / "nowhere", "train")
 
 
-def test_mistakes_in_packing_are_explained(
-    drawn: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_in_packing_are_explained(drawn, tmp_path, capsys):
     out = tmp_path / "out"
     packed(drawn, out, "--shard-images", 5)
     packed(drawn, out, "--shard-images", 5)  # it is left as it is

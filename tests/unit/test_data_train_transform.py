@@ -3,8 +3,6 @@
 With RandAugment before the crop, only the part of an image that its crop needs is decoded.
 """
 
-from __future__ import annotations
-
 import io
 from contextlib import closing
 from dataclasses import replace

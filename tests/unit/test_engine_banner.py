@@ -1,7 +1,5 @@
 """The learning rates that follow from the global batch, and what the start of a run warns of."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -31,18 +29,14 @@ def warnings_of(ranks: int, *argv: str, images: int = IMAGENET) -> list[str]:
         (8, "--model lvvit_s -b 64", "512 1,024", "0.0008 0.0016", "2,502 1,251", "1024"),
     ],
 )
-def test_another_global_batch_is_a_warning_with_its_effects(
-    ranks: int, argv: str, batches: str, peaks: str, steps: str, nearest: str
-) -> None:
+def test_another_global_batch_is_a_warning_with_its_effects(ranks, argv, batches, peaks, steps, nearest):
     (warning,) = warnings_of(ranks, *argv.split())
     found = re.match(r"(\S+) images per step, .*?([\d,]+): ", warning)
-    assert found is not None
     assert f"{found[1]} {found[2]}" == batches
     peak = re.search(r"peak learning rate (\S+) instead of ([\d.e-]+\d)", warning)
     assert (f"{peak[1]} {peak[2]}" if peak else "") == peaks
     assert ("--lr 0.0016: not scaled" in warning) == ("--model" in argv)
     compared = re.search(r"(\S+) steps per epoch instead of ([\d,]*\d)", warning)
-    assert compared is not None
     assert f"{compared[1]} {compared[2]}" == steps
     assert warning.partition("--global-batch ")[2] == nearest
 

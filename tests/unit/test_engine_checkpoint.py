@@ -1,7 +1,5 @@
 """Checkpoints are bit-identical, complete or absent, and damage to them is detected."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -299,9 +297,7 @@ def save_killed_before(operation: int, folder: Path, step: int, number: float) -
 
 
 @pytest.mark.parametrize("step", [20, 30], ids=["the same step again", "the next step"])
-def test_a_process_killed_before_any_file_operation_leaves_a_whole_checkpoint(
-    tmp_path: Path, step: int
-) -> None:
+def test_a_process_killed_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path, step):
     found = []
     for operation in range(100):
         folder = tmp_path / str(operation)

@@ -1,7 +1,5 @@
 """What a rank takes along when ranks are formed again, and how it asks horovodrun's driver for its rank."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
@@ -85,7 +83,6 @@ def test_formations_without_a_step_are_counted_and_end_the_run() -> None:
         run.step()
         elastic.ranks_lost(run.context)  # a step in between: the count begins again
         newest = elastic.find_newest(World.single())
-        assert newest is not None
         assert newest.in_vain == 0
 
 
@@ -109,7 +106,6 @@ def test_a_state_that_is_loaded_in_part_is_not_kept(monkeypatch: pytest.MonkeyPa
         restore_state(state, checkpoint, World.single(), step=2)
         elastic.ranks_lost(run.context)
         newest = elastic.find_newest(World.single())
-        assert newest is not None
         assert newest.step == 2
 
 
@@ -234,27 +230,21 @@ def all_there(job: ElasticJob, driver: Driver, seconds: float, values: dict[str,
     return found
 
 
-def test_a_rank_asks_the_less_often_the_more_ranks_there_are(
-    job: ElasticJob, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_asks_the_less_often_the_more_ranks_there_are(job, driver, monkeypatch):
     """All ranks together ask as often as a few: the driver's server answers 2,400 requests a second."""
     monkeypatch.setenv("HOROVOD_RANK", "1")
     assert all_there(job, driver, 0.5, {"all": b"1"})
     assert driver.asked["there/all"] <= 3
 
 
-def test_rank_0_asks_for_one_missing_rank_at_a_time(
-    job: ElasticJob, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_asks_for_one_missing_rank_at_a_time(job, driver, monkeypatch):
     monkeypatch.setenv("HOROVOD_RANK", "0")
     assert all_there(job, driver, 0.5, {str(rank): b"id" for rank in range(1, RANKS)})
     assert sum(driver.asked.values()) <= RANKS + 20
     assert driver.values["there"]["all"] == b"1"
 
 
-def test_rank_0_gives_up_when_a_rank_does_not_come(
-    job: ElasticJob, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_gives_up_when_a_rank_does_not_come(job, driver, monkeypatch):
     monkeypatch.setenv("HOROVOD_RANK", "0")
     job.start_seconds = 0.3
     assert not all_there(job, driver, 0.0, {str(rank): b"id" for rank in range(2, RANKS)})
@@ -272,9 +262,7 @@ def test_a_refused_connection_is_tried_again(job: ElasticJob, driver: Driver) ->
     again[0].close()
 
 
-def test_a_driver_that_is_gone_is_lost(
-    job: ElasticJob, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_is_gone_is_lost(job, driver, monkeypatch):
     monkeypatch.setattr("horovod_volo.elastic.job._RETRIES", 1)
     driver.close()
     with pytest.raises(DriverLostError, match="Connection refused"):

@@ -1,7 +1,5 @@
 """Automatic garbage collection is disabled during training and restored after it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

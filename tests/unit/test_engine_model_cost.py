@@ -1,7 +1,5 @@
 """Operations of a network."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,9 +15,7 @@ from horovod_volo.monitor.meters import peak_flops
 
 
 @pytest.mark.parametrize(("model", "side", "gflop"), [("volo_d1", 224, 41.5), ("volo_d5", 512, 2547.0)])
-def test_forward_and_backward_take_what_was_counted_layer_by_layer(
-    model: str, side: int, gflop: float
-) -> None:
+def test_forward_and_backward_take_what_was_counted_layer_by_layer(model, side, gflop):
     config = assemble({"model": model, "img_size": side, "token_label": True}, fallback_name="")
     before = torch.get_rng_state()
     cost = count_cost(config, TASKS.find("classification"), 1000)

@@ -1,7 +1,5 @@
 """Checkpoints of a run: training goes on while one is written, and damaged files are named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -150,9 +148,7 @@ def test_a_damaged_evaluation_of_the_best_checkpoint_is_named(start: Start) -> N
         assert log.count("step_00000001/evaluation.json is damaged") == number
 
 
-def test_a_checkpoint_is_read_for_as_long_as_it_may_be_written(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_read_for_as_long_as_it_may_be_written(start, monkeypatch):
     """On a slow disk, a limit for the steps would end each restart while it reads the same bytes."""
     context, _ = start()
     assert loop.fit(context)
@@ -191,9 +187,7 @@ def steps_of(context: TrainContext) -> list[str]:
     return sorted(path.name for path in (context.folder / "checkpoints").glob("step_*"))
 
 
-def test_steps_go_on_and_do_not_change_what_is_written(
-    context: TrainContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_go_on_and_do_not_change_what_is_written(context, monkeypatch):
     release, write = threading.Event(), files.write_checkpoint
     began: list[int] = []
 
@@ -224,9 +218,7 @@ def test_steps_go_on_and_do_not_change_what_is_written(
     assert (context.folder / "checkpoints" / "best" / "evaluation.json").exists()
 
 
-def test_a_failure_ends_the_run_at_the_next_log_point(
-    context: TrainContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_ends_the_run_at_the_next_log_point(context, monkeypatch):
     failed = threading.Event()
 
     def fail(*_: Any, **named: Any) -> Path:

@@ -1,7 +1,5 @@
 """The lock of a run folder is refused while its owner lives, and taken over when it does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -53,7 +51,6 @@ def holding(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
@@ -89,9 +86,7 @@ def test_a_damaged_lock_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other", [{"boot": "another"}, {"processes": "pid:[1]"}], ids=["host of the same name", "container"]
 )
-def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: dict[str, str]
-) -> None:
+def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(tmp_path, monkeypatch, capsys, other):
     monkeypatch.setattr(run_lock, "_STALE_SECONDS", 1.0)
     monkeypatch.setattr(run_lock, "_REFRESH_SECONDS", 0.1)
     lost = RunLock(tmp_path)
@@ -112,9 +107,7 @@ def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_that_is_made_but_reported_as_failed_is_a_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_is_made_but_reported_as_failed_is_a_lock(tmp_path, monkeypatch):
     """As over NFS: the answer of the server was lost, and the client asked again."""
     link = os.link
 
@@ -128,9 +121,7 @@ def test_a_link_that_is_made_but_reported_as_failed_is_a_lock(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_refresh_does_not_overwrite_a_lock_that_was_taken_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refresh_does_not_overwrite_a_lock_that_was_taken_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "_REFRESH_SECONDS", 0.1)
     path, dumps, taken = tmp_path / "lock.json", json.dumps, threading.Event()
 
@@ -159,7 +150,6 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path, monkeypatch
     files = {path: path.read_bytes() for path in context.folder.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"was taken over by process .* Nothing more is written here"):
         loop.fit(context)
-    assert context.lock is not None
     with pytest.raises(ZeroDivisionError), closing(context):  # the error of the run is not replaced
         raise ZeroDivisionError
     assert not context.lock._thread.is_alive()

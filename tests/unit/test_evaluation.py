@@ -1,7 +1,5 @@
 """ImageNet-ReaL and -V2, accuracy per class, the worst classes, and the images that a run held out."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import closing
@@ -91,9 +89,7 @@ def test_images_without_classes_and_damaged_images_do_not_count() -> None:
         (None, "cannot be read: .*No such file"),
     ],
 )
-def test_a_file_that_is_not_real_json_is_refused(
-    catalog: Catalog, tmp_path: Path, content: object, message: str
-) -> None:
+def test_a_file_that_is_not_real_json_is_refused(catalog, tmp_path, content, message):
     file = str(tmp_path / "nowhere.json") if content is None else write_real(tmp_path, content)
     with pytest.raises(UserError, match=message):
         read_real(file, catalog, CLASSES)
@@ -132,9 +128,7 @@ def test_a_numbered_folder_is_the_class_of_that_number(tmp_path: Path) -> None:
         (None, "No such file"),
     ],
 )
-def test_folders_that_are_not_numbered_are_refused(
-    tmp_path: Path, folders: list[str] | None, message: str
-) -> None:
+def test_folders_that_are_not_numbered_are_refused(tmp_path, folders, message):
     for name in folders or []:
         (tmp_path / name).mkdir()
     with pytest.raises(UserError, match=message):

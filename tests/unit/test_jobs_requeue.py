@@ -1,7 +1,5 @@
 """Which Slurm jobs requeue themselves: the scripts of jobs/, without Slurm and MPI."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,9 +43,7 @@ def ended(folder: Path, job: str, mpirun: str, **variables: str) -> subprocess.C
 
 @pytest.mark.parametrize("job", ["pretrain demo", "elastic demo 8 1", "coarse_to_fine demo demo"])
 @pytest.mark.parametrize(("step", "requeued"), [(4, True), (5, False)])
-def test_a_job_is_requeued_unless_its_run_reached_the_step_of_stop_at_step(
-    tmp_path: Path, step: int, requeued: bool, job: str
-) -> None:
+def test_a_job_is_requeued_unless_its_run_reached_the_step_of_stop_at_step(tmp_path, step, requeued, job):
     done = ended(tmp_path, job, f'echo "{last_line(step)}"; exit 75')
     assert done.returncode == 75, done.stdout
     assert last_line(step) in done.stdout
@@ -65,9 +61,7 @@ def test_a_job_is_requeued_unless_its_run_reached_the_step_of_stop_at_step(
         ("", {"ACTIVATE_FILE": "jobs/env.sh"}, 2, "has no PyTorch: set ACTIVATE_FILE in jobs/env.sh\n"),
     ],
 )
-def test_a_job_that_fails_is_not_requeued(
-    tmp_path: Path, mpirun: str, variables: dict[str, str], status: int, message: str
-) -> None:
+def test_a_job_that_fails_is_not_requeued(tmp_path, mpirun, variables, status, message):
     done = ended(tmp_path, "pretrain demo", mpirun, **variables)
     assert done.returncode == status, done.stdout
     assert message in done.stdout

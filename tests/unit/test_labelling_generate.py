@@ -3,8 +3,6 @@
 The teacher sees squares of whole images; damaged ones are left out and reported.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 
@@ -108,9 +106,7 @@ def distance(scores: np.ndarray, ids: np.ndarray, logits: torch.Tensor) -> float
 
 @pytest.mark.parametrize("weights", ["centred", "bias of -9", "binary"])
 @pytest.mark.parametrize("top", [1, TOP, CLASSES - 1, CLASSES])
-def test_targets_of_training_are_the_teachers_softmax(
-    folder: Path, tmp_path: Path, weights: str, top: int
-) -> None:
+def test_targets_of_training_are_the_teachers_softmax(folder, tmp_path, weights, top):
     store = generate(folder, tmp_path / "s", weights, top=top)
     labels, logits = LabelStore(store, catalog_of(folder / "images"), None), logits_by_name(folder, weights)
     assert map_warnings(str(store), labels) == []

@@ -1,7 +1,5 @@
 """The ledger proves that every image of an epoch was taken once, and shows what was not."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +29,6 @@ Records = list[dict[str, Any]]
 def take(ledger: Ledger, first: int, last: int, *, skip_rank: int = -1, epoch_shift: int = 0) -> None:
     """Let all ranks take steps `first` to `last`, as the loader and the exchange would."""
     start = ledger.start
-    assert start is not None
     for step in range(first, last + 1):
         epoch, in_epoch = divmod(step - 1, start.steps_per_epoch)
         order = epoch_order(start.seed, epoch + epoch_shift, start.images)

@@ -1,7 +1,5 @@
 """Evaluation uses the auxiliary head only where it was trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -111,9 +109,7 @@ def test_a_head_trained_for_one_step_is_used(opt: str, classes: int) -> None:
         ({"token_label": True, "dense_weight": 0.0}, "the run did not train the auxiliary head"),
     ],
 )
-def test_a_run_whose_settings_do_not_train_the_head_leaves_it_out(
-    run: dict[str, object], reason: str
-) -> None:
+def test_a_run_whose_settings_do_not_train_the_head_leaves_it_out(run, reason):
     """After fine-tuning without token labels the head is that of the initial weights, trained with others."""
     state = perturbed(network()).state_dict()
     assert reason_to_leave_out(state, run, "auto", "some.pth") == reason

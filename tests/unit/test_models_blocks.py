@@ -1,7 +1,5 @@
 """Outlook attention equals timm's, dropped branches are not computed, recomputing changes no result."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -221,9 +219,7 @@ def training_step(
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drop_path", [0.0, 0.6])
 @pytest.mark.parametrize("build", [volo, small_lvvit])
-def test_nothing_changes_to_the_bit(
-    build: Callable[[float], Model], drop_path: float, precision: torch.dtype
-) -> None:
+def test_nothing_changes_to_the_bit(build, drop_path, precision):
     plain = training_step(build, drop_path, False, 1, precision)
     recomputed = training_step(build, drop_path, True, 1, precision)
     assert all(torch.equal(one, other) for one, other in zip(plain, recomputed, strict=True))

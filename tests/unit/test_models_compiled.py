@@ -1,7 +1,5 @@
 """--compile compiles each class of blocks once, with unchanged results and gradients ready block by block."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -86,9 +84,7 @@ def test_a_class_is_compiled_once_and_evaluation_not_at_all() -> None:
 
 
 @pytest.mark.parametrize(("rate", "graphs", "varying"), [(0.1, 3, 0), (0.75, 5, 2)])
-def test_blocks_of_a_kind_have_one_graph_on_a_gpu(
-    rate: float, graphs: int, varying: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_a_kind_have_one_graph_on_a_gpu(rate, graphs, varying, monkeypatch):
     """At low rates of drop path; at high ones also branches of a varying number of images."""
     monkeypatch.setattr("horovod_volo.models.blocks._masked_below", lambda _: 0.25)
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """Frozen parts: which parameters they are, and what they cost."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

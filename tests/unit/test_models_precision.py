@@ -1,7 +1,5 @@
 """bf16 equals fp32 up to rounding, also on CPUs whose own bf16 convolution is wrong."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

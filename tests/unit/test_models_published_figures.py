@@ -5,8 +5,6 @@ every machine and with every release of numpy or torch. tests/published/test_net
 with the published code.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 

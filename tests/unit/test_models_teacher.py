@@ -1,7 +1,5 @@
 """A teacher of any architecture labels each cell with its own head; networks that cannot are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.labelling.generate import TeacherChoice, load_teacher, token_logits
 from horovod_volo.models.build import build_model
 from horovod_volo.models.timm_api import create_model
+from tests.smoke.conftest import save_run
 
 CLASSES = 7
 
@@ -135,13 +134,7 @@ def test_weights_and_normalisation_are_the_teachers_own(tmp_path):
 
 
 def test_a_run_folder_is_a_teacher(tmp_path):
-    from safetensors.torch import save_file
-
-    network = build_model("volo_demo", img_size=64, num_classes=CLASSES, drop_path=0.0).eval()
-    checkpoint = tmp_path / "run" / "checkpoints" / "best"
-    checkpoint.mkdir(parents=True)
-    save_file(network.state_dict(), checkpoint / "model.safetensors")
-    (tmp_path / "run" / "resolved.toml").write_text('[model]\nmodel = "volo_demo"\nimg_size = 64\n')
+    checkpoint = save_run(tmp_path / "run", names="abcdefg") / "checkpoints" / "best"
     batch = torch.rand(1, 3, 64, 64)
     labels = [load(str(folder), side=0).label(batch) for folder in (tmp_path / "run", checkpoint)]
     named = load("volo_demo", checkpoint, side=64)
@@ -150,7 +143,7 @@ def test_a_run_folder_is_a_teacher(tmp_path):
     for label in labels:
         torch.testing.assert_close(label, labels[0])
     with pytest.raises(UserError, match="holds 0 files of weights; name one of them"):
-        load(str(tmp_path))
+        load(str(tmp_path / "run" / "checkpoints"))
 
 
 def test_mistakes_are_errors_with_a_remedy(tmp_path):

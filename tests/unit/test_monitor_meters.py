@@ -1,7 +1,5 @@
 """Losses, times and ranks that are slower between log points, the words of a profile, and progress lines."""
 
-from __future__ import annotations
-
 import io
 import sys
 import time
@@ -181,9 +179,7 @@ def train(progress: TrainingProgress, clock: FakeClock, steps: range, seconds: f
     return logged
 
 
-def test_throughput_in_a_file_is_printed_line_by_line(
-    clock: FakeClock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_throughput_in_a_file_is_printed_line_by_line(clock, capsys):
     ThroughputLine("maps", shown=False)(1, 1)  # of another rank
     progress = ThroughputLine("maps")
     progress(1000, 9000)
@@ -226,9 +222,7 @@ def test_the_evaluations_to_come(every: int) -> None:
         assert length.evaluations_after(step) == sum(each > step for each in due)
 
 
-def test_between_log_points_a_line_comes_every_30_seconds_in_a_file(
-    clock: FakeClock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_between_log_points_a_line_comes_every_30_seconds_in_a_file(clock, capsys):
     progress = TrainingProgress(RunLength(0, 1000, 100, 1))
     train(progress, clock, range(1, 12), 4.0)
     assert capsys.readouterr().out == "step 8/1000   1 %  epoch 0.08 of 10  1:06:08 left\n"
@@ -237,9 +231,7 @@ def test_between_log_points_a_line_comes_every_30_seconds_in_a_file(
     assert capsys.readouterr().out == f"step 16/1000   2 %  epoch 0.16 of 10  {LOGGED}  1:05:36 left\n"
 
 
-def test_on_a_terminal_the_line_is_rewritten_every_second(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_the_line_is_rewritten_every_second(clock, monkeypatch):
     output = io.StringIO()
     monkeypatch.setattr(output, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", output)

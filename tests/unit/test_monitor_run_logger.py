@@ -1,8 +1,5 @@
 """The files of a run: one JSON object per line, TensorBoard events, and no records after the resumed step."""
 
-from __future__ import annotations
-
-import itertools
 import json
 import shutil
 import time
@@ -11,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from small_runs import mounted_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,7 +16,6 @@ from horovod_volo.engine.log_point import log_own_times
 from horovod_volo.monitor.charts import Board
 from horovod_volo.monitor.logger import EVALUATION, TRAIN, AppendedFile
 from horovod_volo.monitor.meters import OwnTime, StragglerFinder
-from horovod_volo.monitor.pictures import GREY, PALETTE, palette_colors
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 
@@ -137,9 +132,7 @@ def test_a_last_line_without_a_line_feed_is_kept(tmp_path: Path) -> None:
     assert metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
-def test_the_log_file_has_the_text_of_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_file_has_the_text_of_the_terminal(tmp_path, capsys):
     for number in (1, 2):
         logger = RunLogger(tmp_path, RunLength(number, 10, 10, 1))
         logger.log(f"run {number}", "of Größe")
@@ -157,9 +150,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_nothing_is_lost_on_a_disk_that_was_full(
-    small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_lost_on_a_disk_that_was_full(small_disk, capsys):
     logger = RunLogger(small_disk, RunLength(0, 100, 10, 1))
     train(logger, 1)
     ballast = small_disk / "ballast"
@@ -183,9 +174,7 @@ def test_nothing_is_lost_on_a_disk_that_was_full(
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_folder_that_was_removed_is_made_again(
-    comes_back: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_was_removed_is_made_again(comes_back, tmp_path, capsys):
     folder = tmp_path / "run"
     logger = RunLogger(folder, RunLength(0, 100, 10, 1))
     train(logger, 1)
@@ -228,11 +217,3 @@ def test_a_resumed_run_shows_what_it_showed() -> None:
     ]
     assert "bad_samples" in Board(earlier).select(TRAIN, POINT)
     assert "images" not in Board(earlier).select(EVALUATION, {"images": 9})
-
-
-def test_classes_of_a_picture_differ_in_hue() -> None:
-    """Under a tint, dark and light pixels differ in brightness, so colours must differ in more than that."""
-    colors = palette_colors(np.repeat(np.arange(9), np.arange(9, 0, -1)))
-    assert colors.pop(len(PALETTE)) == GREY
-    for one, other in itertools.combinations(colors.values(), 2):
-        assert np.std(np.subtract(one, other)) > 25, (one, other)

@@ -1,7 +1,5 @@
 """The loss with targets from label maps, against dense published formulas and RoIAlign by loops."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -75,9 +73,7 @@ SPECIAL_BOXES = [
         (9, 6, 4, 2, 11),
     ],
 )
-def test_targets_equal_the_published_formula(
-    height: int, width: int, side: int, k: int, num_classes: int, geometry: Geometry
-) -> None:
+def test_targets_equal_the_published_formula(height, width, side, k, num_classes, geometry):
     scores, ids, boxes = published.random_maps(6, k, height, width, num_classes, seed=height * side)
     boxes[: len(SPECIAL_BOXES)] = torch.tensor(SPECIAL_BOXES)
     expected = published.batch_target(scores, ids, boxes, side, num_classes, geometry)
@@ -165,9 +161,7 @@ def test_memory_does_not_depend_on_the_number_of_classes(side: int) -> None:
 
 @pytest.mark.parametrize("reach", [None, 1.0, 1.3333, 4.7])  # None: boxes inside the map
 @pytest.mark.parametrize(("size", "side"), [(18, 14), (18, 24), (9, 14), (14, 1), (3, 2), (3, 8)])
-def test_the_weights_of_windows_sum_to_one_and_are_on_the_map(
-    size: int, side: int, reach: float | None
-) -> None:
+def test_the_weights_of_windows_sum_to_one_and_are_on_the_map(size, side, reach):
     generator = torch.Generator().manual_seed(21)
     largest = reach or 1.0
     extent = largest * (torch.rand(2000, generator=generator) * 0.95 + 0.05)
@@ -203,7 +197,6 @@ def random_logits() -> tuple[Tensor, Tensor]:
 
 def teacher_targets(labels: Labels, settings: Objective) -> tuple[Tensor, Tensor]:
     """Return the smoothed teacher targets, (batch, classes) and (batch, tokens, classes)."""
-    assert labels.maps is not None
     maps = (labels.maps.scores, labels.maps.ids, labels.maps.boxes)
     crop = published.batch_target(*maps, 1, CLASSES, settings.label_geometry).squeeze(1)
     tokens = published.batch_target(*maps, SIDE, CLASSES, settings.label_geometry)
@@ -235,8 +228,6 @@ def assert_equal_with_gradients(
     parts.total.backward()
     expected.total.backward()
     for ours, theirs in zip(logits, exact, strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-6)
 
 

@@ -1,7 +1,5 @@
 """Optimizers have timm's parameter groups, timm's and torch's steps, and complete state from the start."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Collection
@@ -217,9 +215,7 @@ def build_fused(name: str) -> tuple[FakeFusedOptimizer, nn.Linear]:
 
 
 @pytest.mark.parametrize("name", ["fusedadam", "fusedlamb"])
-def test_gradients_are_not_freed_and_steps_are_in_the_state(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_not_freed_and_steps_are_in_the_state(name, monkeypatch):
     install(monkeypatch, "apex", "apex.optimizers", "amp_C")
     optimizer, model = build_fused(name)
     assert optimizer.settings["set_grad_none"] is False
@@ -246,9 +242,7 @@ def test_gradients_are_not_freed_and_steps_are_in_the_state(
     ],
     ids=["none", "another apex", "without kernels"],
 )
-def test_what_is_missing_is_an_error_with_a_remedy(
-    installed: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_an_error_with_a_remedy(installed, message, monkeypatch):
     install(monkeypatch, *installed)
     with pytest.raises(UserError, match=f"--opt fusedadam.*{message}.*--opt adamw"):
         build_fused("fusedadam")

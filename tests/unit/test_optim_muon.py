@@ -1,7 +1,5 @@
 """Muon: orthogonalisation against the singular value decomposition, steps against their formula."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -49,9 +47,7 @@ def random_matrices(count: int, rows: int, columns: int, seed: int = 0) -> Tenso
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 7), (5, 5), (3, 64), (17, 31), (48, 48)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-4)])
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e6])
-def test_iterations_act_on_singular_values(
-    rows: int, columns: int, dtype: torch.dtype, tolerance: float, size: float
-) -> None:
+def test_iterations_act_on_singular_values(rows, columns, dtype, tolerance, size):
     matrices = (size * random_matrices(4, rows, columns)).to(dtype)
     matrices[1, : rows // 2] = matrices[1, -1]  # of a low rank
     matrices[2] = 0
@@ -185,7 +181,6 @@ def test_steps_follow_the_formula(memory: torch.memory_format) -> None:
 
 def _gradient(model: nn.Module, name: str) -> Array:
     gradient = model.get_parameter(name).grad
-    assert gradient is not None
     return gradient.numpy().copy()
 
 

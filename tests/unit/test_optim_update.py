@@ -1,8 +1,5 @@
 """Learning rates, clipping, averaged weights and counts of skipped steps, against torch's and timm's."""
 
-from __future__ import annotations
-
-import itertools
 import random
 from typing import Any, Literal
 
@@ -84,15 +81,6 @@ def test_a_warm_up_before_the_cosine_equals_timms() -> None:
     rates = [lr_at(epoch, decay=COSINE, **TRAINING, prefix=TRAINING["warmup"]) for epoch in range(330)]
     assert rates == pytest.approx(expected, rel=1e-9, abs=0)
     assert max(rates) == pytest.approx(TRAINING["peak"], rel=1e-12)
-
-
-def test_with_a_floor_above_the_peak_the_learning_rate_rises() -> None:
-    """Fine-tuning may set --min-lr above --lr; the curve is then mirrored."""
-    chosen = PUBLISHED | {"peak": 1e-6, "warmup": 0, "decay_steps": 50}
-    rates = [lr_at(step, **chosen) for step in range(60)]
-    assert rates[0] == pytest.approx(1e-6)
-    assert all(one < other for one, other in itertools.pairwise(rates[:51]))
-    assert rates[50:] == [1e-5] * 10
 
 
 @pytest.mark.parametrize(
@@ -194,9 +182,7 @@ def plain_descent(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 100.0])
 @pytest.mark.parametrize("mode", ["norm", "value", "agc"])
-def test_gradients_are_clipped_as_by_torch_and_timm(
-    mode: Literal["norm", "value", "agc"], scale: float
-) -> None:
+def test_gradients_are_clipped_as_by_torch_and_timm(mode, scale):
     expected = with_gradients(scale)
     if mode == "norm":
         nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
@@ -236,7 +222,6 @@ def test_steps_equal_those_of_gradients_clipped_before(name: str, scale: float) 
 def test_gradients_that_are_not_finite_reach_the_weights(bad: float) -> None:
     """Without a loss scale no step is skipped, and the error must become visible."""
     model = with_gradients(1.0)
-    assert model[2].weight.grad is not None
     model[2].weight.grad[0, 0] = bad
     optimizer = build_optimizer(
         "adamw", [{"params": list(model.parameters()), "weight_decay": 0.0, "lr_scale": 1.0}], momentum=0.0

@@ -1,7 +1,5 @@
 """Plugins that cannot be imported, or register an existing name, are refused with one message."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
@@ -94,9 +92,7 @@ def test_an_installed_entry_point_is_imported_without_a_flag(folder: Path) -> No
         (None, "there is no module 'bad_plugin'. Install it on every host"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_one_message(
-    source: str | None, message: str, folder: Path
-) -> None:
+def test_a_module_that_cannot_be_imported_is_one_message(source, message, folder):
     if source is not None:
         (folder / "bad_plugin.py").write_text(source)
     text = refusal("bad_plugin")
@@ -187,9 +183,7 @@ def test_callbacks_are_built_for_the_runs_of_their_plugin(folder: Path) -> None:
         ("Callback", "1 / 0", "ZeroDivisionError: division by zero ("),
     ],
 )
-def test_a_callback_that_cannot_be_built_is_one_message(
-    base: str, body: str, message: str, folder: Path
-) -> None:
+def test_a_callback_that_cannot_be_built_is_one_message(base, body, message, folder):
     plugin = f"broken_{base.lower()}_plugin"
     (folder / f"{plugin}.py").write_text(CALLBACK.format(name="Broken", base=base, body=body))
     load_plugins(plugin)

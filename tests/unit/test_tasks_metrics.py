@@ -1,7 +1,5 @@
 """COCO's average precision against pycocotools, mean IoU against loops over pixels; pictures stay small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is chosen where the command line names no model: for weights, images, ranks and the device."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -99,9 +97,7 @@ def test_weights_are_in_the_cache_or_missing_at_once(tmp_path: Path, monkeypatch
         (OLD, ("volo_d1", 224, "fp16", 128)),
     ],
 )
-def test_a_device_takes_a_network_an_arithmetic_and_a_batch_that_it_has(
-    device: DeviceFacts, expected: tuple[str, int, str, int]
-) -> None:
+def test_a_device_takes_a_network_an_arithmetic_and_a_batch_that_it_has(device, expected):
     config = chosen(images=100_000, device=device)
     found = (config.model.model, config.model.img_size, config.model.precision, config.data.batch_size)
     assert found == expected
@@ -111,9 +107,7 @@ def test_a_device_takes_a_network_an_arithmetic_and_a_batch_that_it_has(
 @pytest.mark.parametrize("device", [CPU, LARGE])
 @pytest.mark.parametrize("images", [7, 5_000, 1_281_167])
 @pytest.mark.parametrize("ranks", [1, 5])
-def test_every_choice_is_a_run_whose_learning_rates_are_those_of_its_batch(
-    device: DeviceFacts, images: int, ranks: int
-) -> None:
+def test_every_choice_is_a_run_whose_learning_rates_are_those_of_its_batch(device, images, ranks):
     config = chosen(images=images, ranks=ranks, device=device)
     before = parse(["flowers"]).config
     changed = {item.name for item in all_settings() if item.value_in(config) != item.value_in(before)}

@@ -1,7 +1,5 @@
 """The Python interface in one process: settings, results, signals, callbacks, and trainers in a row."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -113,9 +111,7 @@ def test_a_mistake_in_the_settings_is_an_error(arguments: list[str], settings: A
 
 
 @pytest.mark.usefixtures("default_handlers")
-def test_a_trainer_does_what_the_command_does(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_does_what_the_command_does(images, tmp_path, monkeypatch) -> None:
     (tmp_path / "logging_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
     where = f"--output {tmp_path} --name command --binding none --plugin logging_plugin --log-every 5"
@@ -202,9 +198,7 @@ def test_a_thread_trains_and_a_callback_reads_the_run_and_stops_it(images: Path,
     assert seen == expected | {"parameters": 531_484}
 
 
-def test_an_error_in_a_callback_is_one_error_with_its_cause(
-    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_in_a_callback_is_one_error_with_its_cause(images, tmp_path, capsys):
     class Fails(Callback):
         def __init__(self, text: str) -> None:
             self.text = text
@@ -226,9 +220,7 @@ def test_an_error_in_a_callback_is_one_error_with_its_cause(
     assert [printed.count(f"\nZeroDivisionError: the {each}\n") for each in ("first", "second")] == [1, 1]
 
 
-def test_a_run_that_could_not_be_built_leaves_its_folder_free(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_could_not_be_built_leaves_its_folder_free(images, tmp_path, monkeypatch):
     """As in a notebook, where the loss of a plugin is corrected and `fit` is called again."""
     build, mistakes = LOSSES.find(Config().objective.loss), [ValueError("a mistake")]
 
@@ -247,9 +239,7 @@ def test_a_run_that_could_not_be_built_leaves_its_folder_free(
 
 
 @pytest.mark.parametrize(("task", "score"), [("segmentation", "miou"), ("detection", "ap50")])
-def test_networks_for_pixels_and_boxes_are_evaluated_as_in_training(
-    task: str, score: str, tmp_path: Path
-) -> None:
+def test_networks_for_pixels_and_boxes_are_evaluated_as_in_training(task, score, tmp_path):
     make_scene_set(tmp_path / "scenes", train=8, val=5, side=64)
     settings = {"recipe": f"{task}_demo", "img_size": 64, "batch_size": 4, "epochs": 1, "warmup_epochs": 0}
     if task == "segmentation":
@@ -264,9 +254,7 @@ def test_networks_for_pixels_and_boxes_are_evaluated_as_in_training(
         trainer.predict([])
 
 
-def test_every_method_imports_the_plugin_of_the_model(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_method_imports_the_plugin_of_the_model(images, tmp_path, monkeypatch):
     """As in a new process, where `fit` is not called."""
 
     def forget_plugin() -> None:

@@ -16,8 +16,6 @@ Two short forms describe all files of a PCI device, and of one port of a NIC:
 The pci line of a NIC precedes the lines of its ports.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ Invariant: a part contains every pixel of the image that the next part depends o
 therefore outside the image, or not needed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +83,7 @@ class Parts:
         """Return the part to decode, (batch, 4)."""
         return self.boxes[:, 0].astype(np.int32)
 
-    def of(self, rows: slice) -> Parts:
+    def of(self, rows: slice) -> "Parts":
         """Return those of some images of the batch."""
         return Parts(self.sizes[rows], self.boxes[rows])
 

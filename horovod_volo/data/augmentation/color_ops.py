@@ -5,8 +5,6 @@ histogram or the mean of the image; they also work on crops, given the whole ima
 follows Pillow, with which published accuracies were reached.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

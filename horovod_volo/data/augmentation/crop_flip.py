@@ -7,8 +7,6 @@ Invariant: a sample's flips and crop are a pure function of (seed, epoch, sample
 never of the other samples of its batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeVar
 

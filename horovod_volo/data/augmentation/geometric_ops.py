@@ -4,8 +4,6 @@ A matrix (2, 3) maps a point (x, y) of the result to its source point, both in p
 corner of what is transformed: a crop or a whole image. Label maps are transformed with the same matrices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

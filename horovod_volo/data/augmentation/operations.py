@@ -4,8 +4,6 @@ Invariant: an operation's number and the contents and order of a published list 
 A new operation gets a new number and appears in a new list only, so existing runs draw what they drew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, Self

@@ -5,8 +5,6 @@ The notation of RandAugment, its operations and magnitudes are timm's: published
 Invariant: draws are pure functions of (seed, epoch, sample index).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +39,7 @@ class Operations:
         """Return which images have a geometric operation, (batch,)."""
         return np.asarray(np.isin(self.kinds, ops.GEOMETRIC).any(axis=1))
 
-    def of(self, rows: slice) -> Operations:
+    def of(self, rows: slice) -> "Operations":
         """Return those of some images of the batch."""
         return Operations(self.kinds[rows], self.arguments[rows], self.bicubic[rows])
 

@@ -4,8 +4,6 @@ Boxes and noise are pure functions of (seed, epoch, sample index). The noise of 
 sequence of normal numbers, starting at a random offset: it is the same on every device and costs a copy.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ file, so that a rank's memory does not grow with the number of images.
 Invariant: a class's number is its position in `classes`. Weights, label maps and evaluation depend on it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -11,8 +11,6 @@ Invariant: the header is written last, so an incomplete file is never taken for 
 layout increments the version inside MAGIC; files of older versions are then written again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap

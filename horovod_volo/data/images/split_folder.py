@@ -4,8 +4,6 @@ The state changes with the contents, but is computed without opening files: from
 times of the class folders, or the names, sizes and modification times of the shards and their indices.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ DALI's format: "v1.2 N", then one line per sample with ending, offset, size and 
 The contents of members have no checksum; what is checked here is that every member is found.
 """
 
-from __future__ import annotations
-
 import os
 import tarfile
 from collections import Counter
