@@ -20,7 +20,8 @@
 static int begin(const char *path) /* returns the record, locked, or -1 for a path outside the root */
 {
     const char *root = getenv("DISK_ROOT"), *calls = getenv("DISK_CALLS");
-    if (!root || !calls || strncmp(path, root, strlen(root)))
+    size_t size = root ? strlen(root) : 0;
+    if (!root || !calls || strncmp(path, root, size) || (path[size] && path[size] != '/'))
         return -1;
     int record = syscall(SYS_openat, AT_FDCWD, calls, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
     if (record < 0 || flock(record, LOCK_EX))

@@ -1,20 +1,20 @@
 """The disk states that a power cut may leave of what a program writes.
 
-`record` runs a program and notes its calls that change files; `Disk` replays them. A cut may come after any call.
-Of what is not flushed by then anything may be on the disk, in any order, as in ALICE (OSDI 2014): a write, a part
-of it, a file's new size without its content, and a change of a folder's entries without the earlier ones. A
-rename is atomic, but says nothing about the content of its file. An entry is flushed by an fsync of its folder
-alone, and changes of one entry keep their order.
+A program runs with the shim, and `Disk` replays its calls. A cut may come after any call. Of what is not
+flushed by then anything may be on the disk, in any order, as in ALICE (Pillai et al., OSDI 2014): a write, a
+part of it, a file's new size without its content, and a change of a folder's entries without earlier ones. A
+rename is atomic, but does not flush the content of its file. Only an fsync of its folder flushes an entry.
+Changes of one entry keep their order.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +48,7 @@ class Node:
     def contents(self) -> list[bytes]:
         """Return what the file may hold, all that was written at the end, and nothing of it first."""
         count, whole = len(self.pending), applied(self.flushed, self.pending)
-        few = sorted({*range(min(3, count)), *range(max(0, count - 3), count)})
+        few = sorted({*range(min(2, count)), *range(max(0, count - 2), count)})
         kept = [self.pending[:end] for end in few]
         kept += [self.pending[:skipped] + self.pending[skipped + 1 :] for skipped in few]
         kept += [
@@ -69,18 +69,17 @@ def applied(content: bytes, writes: Iterable[Write]) -> bytes:
     return content
 
 
-@cache
 def shim(folder: Path) -> Path:
-    """Compile what records the calls, into a folder."""
+    """Compile the library that records calls of the program that it is preloaded into."""
     library = folder / "disk_calls.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, SHIM], check=True)
     return library
 
 
-def recording(library: Path, root: Path) -> dict[str, str]:
-    """Return the environment in which a program's calls under the new folder `root` are recorded beside it."""
+def record_calls(root: Path) -> None:
+    """Record the calls of this program, which runs with the shim, under a new folder in ROOT.calls."""
     root.mkdir()
-    return {"LD_PRELOAD": str(library), "DISK_ROOT": f"{root}/", "DISK_CALLS": f"{root}.calls"}
+    os.environ |= {"DISK_ROOT": str(root), "DISK_CALLS": f"{root}.calls"}
 
 
 def read_tree(root: Path) -> Tree:
@@ -219,7 +218,7 @@ class Disk:
 
     def _subsets(self) -> set[frozenset[int]]:
         """Return which pending changes are on the disk: all choices of a few, some of many."""
-        count, limit = len(self._pending), 1024 if self._wide else 32
+        count, limit = len(self._pending), 256 if self._wide else 16
         if 2**count <= limit:
             chosen: list[Sequence[int]] = [
                 each for size in range(count + 1) for each in itertools.combinations(range(count), size)
@@ -259,7 +258,7 @@ class Disk:
                 )
 
     def _choices(self, several: list[int], variants: dict[int, list[bytes]]) -> Iterator[dict[int, int]]:
-        """Yield choices of the files' contents: of one file each, while all others are flushed, or none is."""
+        """Yield choices of contents: any of one file, while all or nothing is written of the others."""
         for others in (-1, 0):
             yield dict.fromkeys(several, others)
             for number in several:

@@ -1,12 +1,12 @@
-"""What writes to the disk, for tests of power cuts: `python -m tests.faults.power_writers FOLDER` lets each of
-WRITERS write into a folder of its name. A writer goes on from what it finds, and logs what it has published.
+"""What writes to the disk, for tests of power cuts.
+
+A writer goes on from what it finds in its folder, and logs what it has published.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +31,16 @@ from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.labelling.store_writer import check_new_store, open_writer
 from horovod_volo.monitor.logger import METRICS, AppendedFile, drop_records_after
 from horovod_volo.token_labels.keys import catalog_keys
-from tests.faults.power_cut import MARKS
+from horovod_volo.train import main
+from tests.faults.power_cut import MARKS, record_calls
+from tests.runs import FINISHED, SMALL
 
 START = LedgerStart(
     seed=7, images=50, block_shuffle=0, shuffle_window=64, global_batch=8, steps_per_epoch=6, ranks=1
 )
 STEPS = 14
 SAVE_EVERY = 3  # steps
+TRAINING = ("--epochs", "3", "--log-every", "1", "--keep-checkpoints", "1", "--eval-every", "1")
 SCORES = {3: 0.1, 6: 0.3, 9: 0.2, 12: 0.2}
 
 
@@ -87,8 +90,9 @@ def train(root: Path, steps: int = STEPS, most: int = STEPS) -> int:
 def run(root: Path) -> None:
     """Train, find the last checkpoint damaged, and train the rest again."""
     train(root, 10)
-    last = root / "runs" / "one" / CHECKPOINTS / "last" / "model.safetensors"
-    with last.open("r+b") as file:
+    folder = root / "runs" / "one"
+    AppendedFile(folder / MARKS).append(b"saved 6\n")  # what is left then
+    with (folder / CHECKPOINTS / "last" / "model.safetensors").open("r+b") as file:
         file.write(b"damaged")
         file.flush()
         os.fsync(file.fileno())
@@ -96,12 +100,12 @@ def run(root: Path) -> None:
 
 
 def images(root: Path) -> Path:
-    return root.parent / "images"
+    return (root.parent / "images").resolve()
 
 
 def packed(root: Path) -> None:
     options = PackOptions(shard_images=6)
-    pack(images(root), root / "out", options, workers=2, progress=lambda split: lambda done, total: None)
+    pack(images(root), root / "out", options, workers=1, progress=lambda split: lambda done, total: None)
     AppendedFile(root / MARKS).append(b"published\n")
 
 
@@ -143,11 +147,18 @@ def careless(root: Path) -> None:
     AppendedFile(root / MARKS).append(b"published\n")
 
 
-WRITERS = {each.__name__: each for each in (run, packed, labels, listed, careless)}
+def trained(root: Path) -> None:
+    """Train as `python -m horovod_volo.train` does; this process has been bound to cores by then."""
+    arguments = [str(images(root)), *SMALL, *TRAINING, "--output", str(root), "--name", "run"]
+    assert main(arguments) == FINISHED
 
-if __name__ == "__main__":
+
+WRITERS = {each.__name__: each for each in (run, packed, labels, listed, careless, trained)}
+
+
+def write_all(folder: str) -> None:
+    """Let each of WRITERS write into a folder of its name, as a program with the recorder."""
     for name, write in WRITERS.items():
-        root = Path(sys.argv[1], name)
-        root.mkdir()
-        os.environ |= {"DISK_ROOT": f"{root}/", "DISK_CALLS": f"{root}.calls"}
+        root = Path(folder, name)
+        record_calls(root)
         write(root)
