@@ -38,6 +38,14 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     flush(path.parent)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, unless they exist, so that their entries are on the disk."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        flush(folder.parent)
+
+
 def write_text(path: Path, text: str, flag: str) -> None:
     """Write the file that a flag names; raise UserError if that is impossible."""
     try:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.core.atomic_file import make_folder
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import SHARDS_OPEN
 from horovod_volo.data.images.catalog_file import open_file
@@ -160,7 +161,7 @@ def pack_scenes(
     check_packed(out)
     splits = {split: open_scenes(data_dir, split) for split in FOLDER_NAMES}
     work = out / WORK
-    work.mkdir(parents=True, exist_ok=True)
+    make_folder(work)
     for split, scenes in splits.items():
         provenance = {
             "shard_images": shard_images,

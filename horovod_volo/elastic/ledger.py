@@ -13,7 +13,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,13 +107,13 @@ class Ledger(Callback):
     def begin(self, path: Path, start: LedgerStart, step: int, hosts: Sequence[str]) -> None:
         """Write which step the run has reached, and the earlier steps that the file lacks up to there."""
         self.start, self._file = start, self._file or AppendedFile(path)
+        if path.exists() and not self._file.lacks:
+            _cut_damaged_end(path)
         records = read_ledger(path) if path.exists() else []
         last: dict[str, Any] = records[-1] if records else {"step": 0}
         recorded = last["steps"][1] if "steps" in last else last["step"]
         self._unwritten = [each for each in self._earlier if recorded < each.step <= step]
         self._earlier = ()
-        if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
-            self._append("\n")  # a process that was killed wrote a line in part
         self.write()
         self._append(json.dumps({"step": step, "hosts": list(hosts), **asdict(start)}) + "\n")
 
@@ -144,13 +144,25 @@ class Ledger(Callback):
                 self._file.append(text.encode())
 
 
+def _cut_damaged_end(path: Path) -> None:
+    """Drop what follows the first damaged line since the last start: a power cut may leave gaps there."""
+    with path.open("r+b") as file:
+        lines = file.readlines()
+        start = max((number for number, line in enumerate(lines) if b'"hosts"' in line), default=0)
+        intact = takewhile(lambda line: line.endswith(b"\n") and _parsed(line), lines[start:])
+        file.truncate(sum(map(len, chain(lines[:start], intact))))
+
+
 def read_ledger(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a ledger, without those that a killed process wrote in part."""
-    records = []
-    for line in path.read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+    return [record for line in path.read_bytes().split(b"\n") if (record := _parsed(line))]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        record = json.loads(line)
+        return record if isinstance(record, dict) else None
+    return None
 
 
 def check_ledger(run: Path) -> str:

@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from horovod_volo.core.atomic_file import make_folder
 from horovod_volo.core.errors import UserError, print_error
 
 _REFRESH_SECONDS = 5.0
@@ -32,7 +33,7 @@ class RunLock:
 
         `job` names a job that has one rank 0 at a time: it takes the lock of the one before.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._path, self._owner = folder / "lock.json", _this_process() | {"job": job}
         while not self._take():
             self._remove_if_stale()

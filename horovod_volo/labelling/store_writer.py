@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from horovod_volo.core.atomic_file import atomic_write, file_sha256, remove_partials
+from horovod_volo.core.atomic_file import atomic_write, file_sha256, make_folder, remove_partials
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.token_labels.keys import encode_keys
@@ -154,7 +154,7 @@ def open_writer(
                 "command that started it to resume it, or remove the folder to start again."
             )
         return LabelStoreWriter(folder, metadata)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for name, written in ((KEYS_FILE, content), (UNFINISHED_FILE, metadata.to_json())):
         with atomic_write(folder / name) as file:
             file.write(written)

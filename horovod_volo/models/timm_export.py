@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from horovod_volo.config.setting import keyword_arguments
-from horovod_volo.core.atomic_file import flush
+from horovod_volo.core.atomic_file import flush, make_folder
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import spec_of
 from horovod_volo.models.pretrained import PretrainedModel
@@ -49,7 +49,7 @@ def check_folder(folder: Path, *, replace: bool) -> None:
 def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder` at the end of the block, or is removed if it raises."""
     folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     beside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
     beside.mkdir()
     try:

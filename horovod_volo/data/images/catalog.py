@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.atomic_file import atomic_write, make_folder
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.data.images.catalog_file import (
@@ -193,7 +193,7 @@ def list_split(images: SplitFolder, path: Path | None) -> Catalog:
 def keep_list(write: Callable[[BinaryIO], object], path: Path | None) -> OpenFile:
     """Open a list that `write` writes into a file, or into memory without a path."""
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with atomic_write(path) as file:
             write(file)
         return open_file(path)

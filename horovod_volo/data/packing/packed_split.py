@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.core.atomic_file import atomic_write, remove_partials
+from horovod_volo.core.atomic_file import atomic_write, flush, remove_partials
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Split
@@ -266,3 +266,4 @@ def _publish(
     )
     manifest.write(folder)
     folder.replace(destination)
+    flush(destination.parent)

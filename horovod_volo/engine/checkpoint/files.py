@@ -60,6 +60,9 @@ def write_checkpoint(
         (partial / _METADATA).write_text(content, encoding="utf-8")
         flush(partial / _METADATA)
         flush(partial)
+        for record in folder.parent.glob("*.jsonl"):  # a run must not resume after steps that they lack
+            flush(record)
+        flush(folder.parent)
         may_write()
         if final.exists():  # this step was saved before the run resumed from an earlier one
             final.replace(replaced)
@@ -98,11 +101,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def update_link(link: Path, checkpoint: Path) -> None:
-    """Make `link` point to a checkpoint in the same folder, atomically."""
+    """Make `link` point to a checkpoint in the same folder, atomically and on the disk."""
     partial = link.with_name(f".{link.name}.partial")
     partial.unlink(missing_ok=True)
     partial.symlink_to(checkpoint.name)
     partial.replace(link)
+    flush(link.parent)
 
 
 def delete_old_checkpoints(saved: Path, keep: int) -> list[str]:
