@@ -168,8 +168,9 @@ def test_spellings(line: str, name: str, value: Any) -> None:
 
 
 def test_flags_without_effect_are_named_in_one_warning() -> None:
-    (warning,) = parse(["images", "--pin-mem", "--worker-seeding", "all", "--channels_last"]).config.warnings
-    assert warning.startswith("--pin-mem, --worker-seeding, --channels-last: without effect here")
+    flags = "--pin-mem --worker-seeding all --dist-bn reduce --channels_last"
+    (warning,) = parse(["images", *flags.split()]).config.warnings
+    assert warning.startswith("--pin-mem, --worker-seeding, --dist-bn, --channels-last: without effect here")
 
 
 def test_a_whole_number_in_a_recipe_will_do_for_a_float(tmp_path: Path) -> None:
