@@ -8,8 +8,6 @@ Exit status: 0 finished; 75 stopped on request and saved, start it again to resu
 explains, as a mistake in settings or data; 1 any other failure.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import closing

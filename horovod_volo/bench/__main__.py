@@ -1,6 +1,6 @@
 """Measure, print the figures, and record them on request.
 
-    horovod-volo bench loss
+    horovod-volo bench loader
     horovodrun -np 2 horovod-volo bench reduce --model volo_d1 --record
     horovod-volo bench table
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 BENCHMARKS = {
     "step": ("step.measure", "speed of a training step, and the fraction of a GPU's peak FLOP/s"),
     "peers": ("peers.measure", "training step against plain and published loops around timm's VOLO"),
-    "loss": ("loss.measure", "sparse token-label loss against its published form"),
     "reduce": ("reduce.measure", "exposed time of the gradient all-reduce; start with horovodrun or mpirun"),
     "loader": ("loader.measure", "augmented training images per second against timm's loader"),
     "ceilings": ("gpu.measure_ceilings", "what a GPU reaches in copies, matrix products and attention"),

@@ -28,7 +28,7 @@ _D5 = f"--model volo_d5 --batch-size 128 {_STEP}"
 _D5_SLOW = f"{_D5} --drop-path 0.1"  # computes nearly all branches
 # Seconds that each may take, and its command line. The batch sizes fit into the memory of 80 GB.
 PARTS: dict[str, Sequence[tuple[int, str]]] = {
-    "ceilings": [(120, "ceilings"), (60, "loss --batch-sizes 128")],
+    "ceilings": [(120, "ceilings")],
     "d1": [
         (90, f"step {_D1}"),
         (150, f"peers {_D1} --against eager published"),

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.bench.comparison import assert_agree, compare
-from horovod_volo.bench.loss import PublishedLoss
+from horovod_volo.bench.published_loss import PublishedLoss
 from horovod_volo.bench.results import BatchSize, DropPath, Figure, Flag, ImgSize, ModelName, Pairs, Result
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, learner_of
 from horovod_volo.config.data_settings import Data

@@ -4,8 +4,6 @@ Invariant: a batch is a pure function of (seed, epoch, step, rank, number of ran
 to save, so a resumed run sees the same pixels as the interrupted one would have seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A loader of a task says how a batch is read, decoded, transformed and put together.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator

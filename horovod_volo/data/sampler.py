@@ -12,8 +12,6 @@ Invariant: the order is a pure function of its arguments, and a step takes the n
 images a step sees depends on the global batch, never on the number of ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -8,8 +8,6 @@ without fused multiplication and addition, because truncation to integers would 
 # One argument per line would hide what a kernel does.
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -17,8 +17,6 @@ Invariant: results are bitwise reproducible: sums of integers do not depend on t
 # One argument per line would hide what a kernel does.
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

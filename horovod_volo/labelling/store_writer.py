@@ -5,8 +5,6 @@ reuses it if its checksum is still right. Invariant: only `finish` writes store.
 a store.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

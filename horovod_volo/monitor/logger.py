@@ -6,8 +6,6 @@ Invariants: what is appended to a file is written in its order, each part once, 
 file could not be written. After a resume, no record later than the resumed step remains.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

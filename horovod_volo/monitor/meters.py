@@ -3,8 +3,6 @@
 Nothing here synchronises with the device before a log point reads it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

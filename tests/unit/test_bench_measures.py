@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import comparison, gpu, loader, loss, peers, step
+from horovod_volo.bench import comparison, gpu, loader, peers, published_loss, step
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.cluster.world import RankResources
 from horovod_volo.core.errors import UserError
@@ -28,28 +27,27 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
 
 
-def test_a_wrong_loss_is_not_measured(monkeypatch, capsys):
-    flags = "loss --classes 40 60 --batch-sizes 2 --pairs 3"
+def test_the_record_of_a_command(capsys):
+    flags = "simulate --models volo_d1 --fabrics a100-hdr --ranks 8 16"
     assert command_line.main([*flags.split(), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["command"] == f"python -m horovod_volo.bench {flags}"
-    assert [figure["label"].split(" classes")[0] for figure in record["figures"]] == 4 * ["40"] + 4 * ["60"]
+    assert len(record["figures"]) >= 2
     assert all(figure["value"] > 0 for figure in record["figures"])
-    right = loss.build_loss
-    # A thousandth of the smoothing too much.
-    monkeypatch.setattr(
-        loss, "build_loss", lambda settings, *sizes: right(replace(settings, smoothing=0.1001), *sizes)
-    )
-    with pytest.raises(WrongResultError, match="of ours at 40 classes, batch 2"):
-        loss.measure(batch_sizes=[2], classes=[40], pairs=2)
+
+
+def test_a_wrong_loss_is_not_measured(monkeypatch):
+    right = published_loss._soft_cross_entropy
+    monkeypatch.setattr(published_loss, "_soft_cross_entropy", lambda *args: 1.001 * right(*args))
+    with pytest.raises(WrongResultError, match="the losses of"):
+        peers.measure(**TINY, against=["published"])
 
 
 @pytest.mark.parametrize(
     ("flags", "remedy"),
     [
-        ("loss --pairs 1", "at least 2"),
-        ("loss --classes 4", "5 or more"),
-        ("los", "Did you mean loss?"),
+        ("peers --pairs 1", "at least 2"),
+        ("peer", "Did you mean peers?"),
         ("reduce --model volo_demo", "horovodrun -np 2"),
         ("loader --images 9 --batch-size 1000", "9 images are no batch of 1000. Use --batch-size 9"),
         ("gpu d7 --out /dev/null/out", "The parts are ceilings, d1"),
@@ -82,7 +80,7 @@ def test_loader_reports_both_rates() -> None:
     assert all(figure.value > 0 for figure in result.figures)
 
 
-RECORD = '{"command": "python -m horovod_volo.bench loss"}'
+RECORD = '{"command": "python -m horovod_volo.bench peers"}'
 STAND_IN = f"""#!/bin/sh
 case "$3" in
     broken) echo "a broken bench" >&2; exit 2 ;;
@@ -115,11 +113,11 @@ def test_a_failure_does_not_stop_the_rest(tmp_path, monkeypatch, capsys):
     python.write_text(STAND_IN)
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(gpu, "PARTS", {"few": [(9, "broken"), (9, "loss"), (0.1, "slow")]})
+    monkeypatch.setattr(gpu, "PARTS", {"few": [(9, "broken"), (9, "peers"), (0.1, "slow")]})
     with pytest.raises(UserError, match="2 benchmarks failed"):
         gpu.measure(parts=["few"], out=str(tmp_path))
     outcomes = [line.split("s  ")[1] for line in capsys.readouterr().out.splitlines()]
-    assert outcomes == ["failed with status 2  broken", "measured  loss", "took too long  slow"]
+    assert outcomes == ["failed with status 2  broken", "measured  peers", "took too long  slow"]
     assert (tmp_path / "results.jsonl").read_text().splitlines() == [RECORD]
     assert "a broken bench" in (tmp_path / "log.txt").read_text()
     with pytest.raises(UserError, match="2 benchmarks failed"):  # continues with what is not measured yet

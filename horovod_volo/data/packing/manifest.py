@@ -1,7 +1,5 @@
 """The manifest of a packed split, and its verification."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

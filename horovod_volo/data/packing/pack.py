@@ -1,7 +1,5 @@
 """Pack images into tar shards, each with the number of its class; larger ones are shrunk if requested."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import warnings

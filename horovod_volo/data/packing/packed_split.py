@@ -7,8 +7,6 @@ Invariant: the record of a shard is written into the work folder after the shard
 record are finished.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -10,8 +10,6 @@ parts are marked as first, middle and last. The content is a header and an encod
 Checksums and indexes beside shards are not read: a conversion reads every record to its end.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections.abc import Iterator
