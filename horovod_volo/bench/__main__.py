@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Where it is, and what it does: a function that returns a Result measures, others report.
 BENCHMARKS = {
     "step": ("step.measure", "speed of a training step, and the fraction of a GPU's peak FLOP/s"),
-    "peers": ("peers.measure", "training step against plain and published loops around timm's VOLO"),
+    "peers": ("peers.measure", "training step against plain loops around timm's VOLO"),
     "reduce": ("reduce.measure", "exposed time of the gradient all-reduce; start with horovodrun or mpirun"),
     "loader": ("loader.measure", "augmented training images per second against timm's loader"),
     "ceilings": ("gpu.measure_ceilings", "what a GPU reaches in copies, matrix products and attention"),

@@ -1,4 +1,4 @@
-"""Comparison of two pieces of work: equal results first, then paired times and peak memory.
+"""Comparison of two pieces of work: equal results first, then paired times.
 
 The two sides alternate, A B B A A B B A, and each pair gives one ratio. Invariant: the members of a pair run
 directly after each other and neither is always first, so that other load on the machine and clock drift
@@ -7,7 +7,6 @@ affect both.
 
 import math
 from collections.abc import Callable
-from itertools import accumulate
 from time import perf_counter
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 Action = Callable[[], object]
 TimedBlock = Callable[[], float]  # runs some work and returns its seconds per call of the action
@@ -83,22 +81,6 @@ def compare(ours: Action, peer: Action, device: torch.device, pairs: int) -> Pai
     """Run blocks of both actions in alternation."""
     one, other = (timed(each, repeats_for(timed(each, 1, device)), device) for each in (ours, peer))
     return alternate(one, other, pairs)
-
-
-def peak_extra_bytes(action: Action, device: torch.device) -> int:
-    """Return the peak tensor memory that the action allocates, as the allocator counts it."""
-    if device.type == "cuda":
-        wait_for(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        action()
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        action()
-    # Every allocation is among the raw events; the profiler's own table has sums by operation.
-    events = watched.profiler.kineto_results.events()
-    changes = sorted((each.start_ns(), int(each.nbytes())) for each in events if each.name() == "[memory]")
-    return max(accumulate(size for _, size in changes))
 
 
 def wait_for(device: torch.device) -> None:

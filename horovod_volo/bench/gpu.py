@@ -31,7 +31,7 @@ PARTS: dict[str, Sequence[tuple[int, str]]] = {
     "ceilings": [(120, "ceilings")],
     "d1": [
         (90, f"step {_D1}"),
-        (150, f"peers {_D1} --against eager published"),
+        (150, f"peers {_D1} --against eager"),
         (180, f"step {_D1} --compile"),
     ],
     "d1-compiled": [
@@ -42,7 +42,7 @@ PARTS: dict[str, Sequence[tuple[int, str]]] = {
     "d5": [
         (120, f"step {_D5} --drop-path 0.75"),
         (120, f"step {_D5_SLOW}"),
-        (240, f"peers {_D5_SLOW} --against eager published"),
+        (240, f"peers {_D5_SLOW} --against eager"),
     ],
     "d5-compiled": [
         (200, f"step {_D5} --drop-path 0.75 --compile"),

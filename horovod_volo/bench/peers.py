@@ -1,9 +1,8 @@
 """Our training step against the training loops in use today, on the same random images and weights.
 
 A plain loop around timm's network learns the images' classes: eager, in channels-last memory, or compiled.
-The published training learns token labels from dense targets. Against each, ours learns from the same labels.
-Invariant: no line of our step, network or update takes part in a peer, so that no mistake is on both sides;
-what is shared is sizes, images, labels and MixToken's box.
+Ours learns from the same labels. Invariant: no line of our step, network or update takes part in a peer, so
+that no mistake is on both sides; what is shared is sizes, images and labels.
 """
 
 from __future__ import annotations
@@ -18,19 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.bench.comparison import assert_agree, compare
-from horovod_volo.bench.published_loss import PublishedLoss
 from horovod_volo.bench.results import BatchSize, DropPath, Figure, Flag, ImgSize, ModelName, Pairs, Result
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, learner_of
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
-from horovod_volo.config.task_settings import Objective
-from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.build import tokens_per_side
 from horovod_volo.models.timm_api import VOLO, allow_posterize_to_no_bits
 from horovod_volo.models.volo import SIZES
-from horovod_volo.objective.mixing import NO_BOX, Box
+from horovod_volo.objective.mixing import NO_BOX
 
 # isort: split
 # After timm_api, which makes torchvision importable for timm.
@@ -50,7 +45,6 @@ def measure(
     against: Annotated[Sequence[LoopName], Flag("training loops to compare with")] = (
         "eager",
         "channels-last",
-        "published",
     ),
     pairs: Pairs = 7,
 ) -> Result:
@@ -59,7 +53,7 @@ def measure(
     for form in against:
         config = bench_config(
             model=model, img_size=img_size, batch_size=batch_size, precision=precision,
-            token_label=form == "published", lr=1e-4, warmup_epochs=0,
+            token_label=False, lr=1e-4, warmup_epochs=0,
         )  # fmt: skip
         ours, peer = _sides(form, config)  # without drop path, whose random numbers differ
         with closing(ours):
@@ -80,21 +74,19 @@ def measure(
 
 
 def _sides(form: LoopName, config: Config) -> tuple[SyntheticRun, Callable[[], Tensor]]:
-    """Build our run, and the peer with the same weights and batch; both mix tokens by the same box."""
+    """Build our run, and the peer with the same weights and batch."""
     run = SyntheticRun(config)
-    side = tokens_per_side(config.model.model, config.model.img_size)
-    box = Box(0, 0, side // 2, side // 2, grid=side) if config.objective.mix_token else NO_BOX
-    learner_of(run.context).mix = lambda step, number: box  # noqa: ARG005
-    network, step = training_loop(form, config, run.batch, run.device, box)
+    learner_of(run.context).mix = lambda step, number: NO_BOX  # noqa: ARG005
+    network, step = training_loop(form, config, run.batch, run.device)
     network.load_state_dict(run.context.state.model.state_dict())
     return run, step
 
 
-LoopName = Literal["eager", "channels-last", "compile", "published"]
+LoopName = Literal["eager", "channels-last", "compile"]
 
 
 def training_loop(
-    form: LoopName, config: Config, batch: TrainBatch, device: torch.device, box: Box
+    form: LoopName, config: Config, batch: TrainBatch, device: torch.device
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Build timm's network and its plain training step, which returns the loss, with timm's AdamW."""
     settings = config.model
@@ -107,14 +99,11 @@ def training_loop(
         img_size=settings.img_size,
         num_classes=settings.num_classes,
         drop_path_rate=settings.drop_path,
-        use_aux_head=trains_aux_head(config),
+        use_aux_head=False,
         **SIZES[settings.model],
     )
     model.to(device).train()
-    published = form == "published"
-    loss = (
-        _published_loss(model, config, batch, box) if published else _class_loss(form, model, config, batch)
-    )
+    loss = _class_loss(form, model, config, batch)
     # Norms and biases have no weight decay.
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.update.weight_decay},
@@ -146,19 +135,6 @@ def _class_loss(form: LoopName, model: Any, config: Config, batch: TrainBatch) -
         # timm's forward adds the best token's logits to the class token's; here the class token learns alone.
         logits = model.head(features(images)[:, 0])
         return F.cross_entropy(logits, batch.labels.classes, label_smoothing=config.objective.smoothing)
-
-    return loss
-
-
-def _published_loss(model: Any, config: Config, batch: TrainBatch, box: Box) -> Callable[[], Tensor]:
-    dense = PublishedLoss(Objective(token_label=True), config.model.num_classes, config.model.img_size // 16)
-
-    def loss() -> Tensor:
-        tokens = box.swap_tokens(model.patch_embed(batch.images).permute(0, 2, 3, 1))
-        features = model.norm(model.forward_cls(model.forward_tokens(tokens)))
-        grid = model.aux_head(features[:, 1:]).unflatten(1, model.pos_embed.shape[1:3])
-        token_logits = box.swap_tokens(grid).flatten(1, 2)  # (batch, tokens, classes)
-        return dense(model.head(features[:, 0]).float(), token_logits.float(), batch.labels, box)
 
     return loss
 
