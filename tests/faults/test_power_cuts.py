@@ -1,6 +1,7 @@
 """After a power cut a run resumes exactly, a command completes its files, and nothing published is lost.
 
-Each test rebuilds all different states that a cut may leave on the disk, and reads each as the package does.
+Writers write once, in a program whose calls are recorded. Each state that a power cut may leave of that is
+rebuilt, and read as the package does. A writer goes on from what it finds, and logs what it has published.
 """
 
 from __future__ import annotations
@@ -12,104 +13,145 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.packing import packed_split
 from horovod_volo.data.packing.manifest import check_split
+from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.elastic.ledger import LEDGER, Ledger, LedgerStart, check_ledger, read_ledger
-from horovod_volo.engine.checkpoint.files import CHECKPOINTS, find_damage
+from horovod_volo.engine.checkpoint import files
 from horovod_volo.engine.run_lock import RunLock
+from horovod_volo.labelling.store_writer import check_new_store, open_writer
 from horovod_volo.labelling.verify import check_store
-from horovod_volo.monitor.logger import METRICS, read_metrics
+from horovod_volo.monitor.logger import METRICS, AppendedFile, drop_records_after, read_metrics
+from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.store import is_store
-from tests.faults import power_writers
-from tests.faults.power_cut import Disk, Tree, build_tree, read_tree, shim
-from tests.faults.power_writers import TRAINING
+from horovod_volo.train import main
+from tests.faults.power_cut import MARKS, Disk, Tree, build_tree, read_tree, record_calls, shim
 from tests.ranks.launching import environment
-from tests.runs import assert_same_state, records, start
+from tests.runs import FINISHED, SMALL, STOPPED, assert_same_state, records, start
 
-Judge = Callable[[Path, str], str]  # reads a state, given what had been published; returns the outcome
+EVERY = ("--log-every", "1", "--eval-every", "1", "--keep-checkpoints", "2", "--resume", "auto")
+TRAINING = ("--epochs", "3", *EVERY)
+STEPS_PER_EPOCH = 5
+
+
+def images(root: Path) -> str:
+    return str((root.parent / "images").resolve())
+
+
+def publish(root: Path, what: str = "published") -> None:
+    AppendedFile(root / MARKS).append(f"{what}\n".encode())
+
+
+def packed(root: Path) -> None:
+    options = PackOptions(shard_images=6)
+    pack(
+        Path(images(root)), root / "out", options, workers=1, progress=lambda split: lambda done, total: None
+    )
+    publish(root)
+
+
+def labels(root: Path) -> None:
+    catalog, random = build_catalog(images(root), "train", None), np.random.default_rng(0)
+    about: Any = {"classes": 10, "map_shape": (2, 3, 3), "catalog": catalog.digest, "generated": True}
+    check_new_store(root / "stores" / "one")
+    keys = catalog_keys(catalog)
+    writer = open_writer(
+        root / "stores" / "one", keys, **about, shard_rows=8, geometry="whole", teacher="a test"
+    )
+    for number in range(writer.shards):
+        scores, ids = writer.empty_shard(number)
+        scores[:], ids[:] = random.normal(size=scores.shape), random.integers(10, size=ids.shape)
+        if writer.finished(number) is None:
+            writer.write(number, scores, ids, [])
+    writer.finish()
+    publish(root)
+
+
+def listed(root: Path) -> None:
+    for split in ("train", "val"):
+        build_catalog(images(root), split, root / "lists")
+    publish(root)
+
+
+def careless(root: Path) -> None:
+    """Write without any fsync."""
+    (root / "partial").write_bytes(b"content")
+    (root / "partial").replace(root / "final")
+    publish(root)
+
+
+def trained(root: Path) -> None:
+    """Train two epochs, find the second checkpoint damaged, and train from the first one to the end."""
+    run = [images(root), *SMALL, *TRAINING, "--output", f"{root}/runs", "--name", "run"]
+    assert main([*run, "--stop-at-step", str(2 * STEPS_PER_EPOCH)]) == STOPPED
+    publish(root / "runs" / "run", "after epoch 1: what is left then")
+    with (root / "runs" / "run" / files.CHECKPOINTS / "last" / "model.safetensors").open("r+b") as file:
+        file.write(b"damaged")
+        file.flush()
+        os.fsync(file.fileno())
+    assert main(run) == FINISHED
+
+
+WRITERS = {each.__name__: each for each in (packed, labels, listed, careless, trained)}
+
+
+def write_all(folder: str) -> None:
+    """Let each of WRITERS write into a folder of its name."""
+    for name, write in WRITERS.items():
+        record_calls(Path(folder, name))
+        write(Path(folder, name))
 
 
 @pytest.fixture(scope="module")
 def written(demo_images: Callable[[int, int], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Let all writers write once; return the folder of their folders."""
     folder = tmp_path_factory.mktemp("written")
     (folder / "images").symlink_to(demo_images(20, 10))
     # Not with -m: the workers of a pack would import this program, and PyTorch with it.
-    program = f"from tests.faults.power_writers import write_all; write_all({str(folder)!r})"
+    program = f"from tests.faults.test_power_cuts import write_all; write_all({str(folder)!r})"
     command = [sys.executable, "-c", program]
-    subprocess.run(command, env=environment(LD_PRELOAD=str(shim(folder))), check=True, timeout=60)
+    subprocess.run(command, env=environment(LD_PRELOAD=str(shim(folder))), check=True, timeout=120)
     return folder
 
 
-def judge_all(disk: Disk, judge: Judge, folder: Path, most: int, name: str) -> None:
-    """Judge the states, or a sample of so many, and print how many had which outcome."""
-    began = time.monotonic()
+def judge_all(root: Path, judge: Callable[[Path, str], str], folder: Path, *, soak: bool, most: int) -> None:
+    """Judge the states after all cuts, or a sample of `most`; print how many had which outcome."""
+    (folder / "images").symlink_to(root.parent / "images")
+    disk = Disk(root, choices=256 if soak else 16)
     states, outcomes = list(disk.states().items()), Counter[str]()
-    sample = states if len(states) <= most else random.Random(0).sample(states, most)
-    listed = time.monotonic() - began
-    for number, (tree, published) in enumerate(sample):
-        build_tree(tree, folder)
+    sample = states if soak or len(states) <= most else random.Random(0).sample(states, most)
+    for state, published in sample:
+        build_tree(state, folder / "state")
         try:
-            outcomes[judge(folder, published)] += 1
+            outcomes[judge(folder / "state", published)] += 1
         except BaseException:
-            print(f"{name}: state {number}, published: {published.splitlines()[-3:]}")
-            print("\n".join(sorted(f"{path} {str(content)[:60]}" for path, content in tree)))
+            shown = sorted(f"{path} {str(content)[:60]}" for path, content in state)
+            print(published[-200:], *shown, sep="\n")
             raise
-        shutil.rmtree(folder)
-    seconds = time.monotonic() - began
-    print(
-        f"{name}: {disk.enumerated} states, {len(states)} different, {len(sample)} judged: {dict(outcomes)}"
-        f" ({listed:.1f} of {seconds:.1f} s to list them)"
-    )
-
-
-def last_number(word: str, published: str) -> int:
-    return int((["0", *re.findall(rf"{word} (\d+)", published)])[-1])
-
-
-def resumed(first: int, announced: int) -> str:
-    if not first:
-        return "a new run"
-    return "the announced checkpoint" if first == announced else "a later checkpoint"
-
-
-def judge_run(root: Path, published: str) -> str:
-    run, announced = root / "runs" / "one", last_number("saved", published)
-    for link in ("last", "best"):
-        if step := last_number("saved" if link == "last" else link, published):
-            pointed = (run / CHECKPOINTS / link).resolve()
-            assert pointed.is_dir(), f"{link} dangles"
-            assert int(pointed.name.removeprefix("step_")) >= step, f"{link} is an earlier one"
-            assert link == "last" or find_damage(pointed) is None
-    first = power_writers.train(root, most=1)
-    assert first >= announced
-    taken = list(range(1, first + 2))
-    assert [record["step"] for record in read_metrics(run / METRICS)] == taken
-    assert f". {first + 1} steps in" in check_ledger(run)
-    return resumed(first, announced)
+        shutil.rmtree(folder / "state")
+    counts = f"{disk.enumerated} states, {len(states)} different, {len(sample)} judged"
+    print(f"{root.name}: {counts}: {dict(outcomes)}")
 
 
 def judge_files(root: Path, published: str, write: Callable[[Path], None], expected: Tree) -> str:
-    lost = expected - read_tree(root)
+    lost, store = expected - read_tree(root), root / "stores" / "one"
     assert not (published and lost), f"published, and lost: {sorted(name for name, _ in lost)}"
     for split in (root / "out" / "train", root / "out" / "val"):
         assert not split.exists() or not check_split(split, workers=1, progress=lambda *_: None)
-    store = root / "stores" / "one"
     if is_store(store):
-        images = build_catalog(str(power_writers.images(root)), "train", None)
+        catalog = build_catalog(images(root), "train", None)
         assert not lost
-        assert not check_store(store, images, lambda *_: None).damage
+        assert not check_store(store, catalog, lambda *_: None).damage
         with pytest.raises(UserError, match="is already a complete label store"):
             write(root)
         return "complete"
@@ -127,62 +169,63 @@ def in_this_process(
         note(key, function(*arguments))
 
 
-@pytest.mark.parametrize("name", ["run", "packed", "labels", "listed"])
-def test_every_state_after_a_power_cut_is_recovered(written, tmp_path, monkeypatch, name, request):
-    soak = request.config.getoption("--soak")
+@pytest.mark.parametrize("name", ["packed", "labels", "listed"])
+def test_files_are_complete_or_completed(written, tmp_path, monkeypatch, name, request):
     monkeypatch.setattr(packed_split, "run_in_processes", in_this_process)
-    root, expected = written / name, read_tree(written / name)
-    judge = (
-        judge_run
-        if name == "run"
-        else partial(judge_files, write=power_writers.WRITERS[name], expected=expected)
-    )
-    (tmp_path / "images").symlink_to(written / "images")
-    disk = Disk(root, wide=soak)
-    most = {"run": 200, "packed": 50}.get(name, 100)
-    judge_all(disk, judge, tmp_path / "state", 10**9 if soak else most, name)
+    judge = partial(judge_files, write=WRITERS[name], expected=read_tree(written / name))
+    judge_all(written / name, judge, tmp_path, soak=request.config.getoption("--soak"), most=40)
 
 
 def test_a_writer_without_fsync_is_found(written, tmp_path):
-    root = written / "careless"
-    judge = partial(judge_files, write=power_writers.careless, expected=read_tree(root))
+    judge = partial(judge_files, write=careless, expected=read_tree(written / "careless"))
     with pytest.raises(AssertionError, match="published, and lost"):
-        judge_all(Disk(root), judge, tmp_path / "state", 10**9, "careless")
+        judge_all(written / "careless", judge, tmp_path, soak=True, most=0)
 
 
-def judge_training(root: Path, published: str, finished: Path) -> str:
-    run = root / "run"
-    (head, *_), whole = read_ledger(finished / "run" / LEDGER), records(finished)
-    ledger_start = LedgerStart(**{name: head[name] for name in head if name not in ("step", "hosts")})
-    epochs = last_number("after epoch", published)
-    announced = epochs * ledger_start.steps_per_epoch
-    scores = [record["top1"] for record in whole if "top1" in record][: max(0, epochs - 1)]
-    best = run / CHECKPOINTS / "best"
-    if scores:  # the score of an epoch is logged before `best` is updated
-        assert find_damage(best) is None
-        assert json.loads((best / "evaluation.json").read_text())["top1"] >= max(scores)
+def judge_run(root: Path, published: str, finished: Path) -> str:
+    run, scores = root / "runs" / "run", [each["top1"] for each in records(finished, "top1")]
+    epochs = int((["0", *re.findall(r"after epoch (\d+)", published)])[-1])
+    announced = epochs * STEPS_PER_EPOCH
+    step = open_run(run, finished / "run")
+    assert step >= announced
+    last, best = (run / files.CHECKPOINTS / name for name in ("last", "best"))
+    if announced:
+        assert last.is_dir()
+        assert last.resolve() >= files.checkpoint_path(last.parent, announced).resolve()
+    if epochs == 3:  # the score of an epoch is logged before `best` is updated
+        assert files.find_damage(best) is None
+        assert json.loads((best / "evaluation.json").read_bytes())["top1"] >= max(scores[:2])
+    logged = [each["step"] for each in read_metrics(run / METRICS) if "lr" in each]
+    assert logged == list(range(1, step + 1))
+    assert f". {step} steps in" in check_ledger(run)
+    return "a new run" if not step else "as announced" if step == announced else "from a later step"
+
+
+def open_run(run: Path, finished: Path) -> int:
+    """Open a run folder as engine/run.py does; return the step to resume from."""
     lock = RunLock(run)
-    first = power_writers.resume(run, ledger_start, Ledger())
+    files.clean_up(run / files.CHECKPOINTS)
+    saved = files.find_checkpoint(str(run)) if files.has_checkpoint(run) else None
+    step = int(files.read_metadata(saved)["step"]) if saved else 0
+    drop_records_after(run / METRICS, step)
+    (first, *_), ledger = read_ledger(finished / LEDGER), Ledger()
+    about = {name: first[name] for name in first if name not in ("step", "hosts")}
+    ledger.begin(run / LEDGER, LedgerStart(**about), step, first["hosts"])
     lock.close()
-    assert first >= announced
-    logged = [record for record in whole if "lr" in record and record["step"] <= first]
-    assert [record for record in read_metrics(run / METRICS) if "lr" in record] == logged
-    assert f". {first} steps in" in check_ledger(run)
-    return resumed(first, announced)
+    return step
 
 
-def test_every_state_of_a_training_run_is_resumed(written, tmp_path, request):
-    judge = partial(judge_training, finished=written / "trained")
-    most = 10**9 if request.config.getoption("--soak") else 60
-    judge_all(Disk(written / "trained"), judge, tmp_path / "state", most, "trained")
+def test_a_run_resumes(written, tmp_path, request):
+    judge = partial(judge_run, finished=written / "trained" / "runs")
+    judge_all(written / "trained", judge, tmp_path, soak=request.config.getoption("--soak"), most=100)
 
 
 @pytest.mark.soak
-def test_training_ends_equally_after_a_power_cut(written, tmp_path):
+def test_the_weights_after_a_power_cut_are_the_same(written, tmp_path):
     states, chance = list(Disk(written / "trained").states()), random.Random(0)
-    for number, tree in enumerate(chance.sample(states, int(os.environ.get("POWER_CUTS", "12")))):
+    for number, state in enumerate(chance.sample(states, int(os.environ.get("POWER_CUTS", "12")))):
         output = tmp_path / str(number)
-        build_tree(tree, output)
-        start(power_writers.images(written / "trained"), output, *TRAINING, "--resume", "auto", ranks=1)
-        assert_same_state(written / "trained", output)
-        assert "3 epochs are complete" in check_ledger(output / "run")
+        build_tree(state, output)
+        start(Path(images(written / "trained")), output / "runs", *TRAINING, ranks=1)
+        assert_same_state(written / "trained" / "runs", output / "runs")
+        assert "3 epochs are complete" in check_ledger(output / "runs" / "run")

@@ -147,9 +147,7 @@ class CatalogWriter:
         sections = (images, START, records_at, targets_at, metadata_at, self._position)
         header = HEADER.pack(MAGIC, *sections, self._digest.digest(), bytes.fromhex(state))
         self._checksum.update(header)
-        os.fsync(self._descriptor)  # the other sections reach the disk before the header
         os.pwrite(self._descriptor, header + self._checksum.digest(), 0)
-        os.fsync(self._descriptor)
 
     def _write(self, data: bytes, *, digested: bool) -> None:
         if digested:
