@@ -110,8 +110,7 @@ class Ledger(Callback):
         recorded = last["steps"][1] if "steps" in last else last["step"]
         self._unwritten = [each for each in self._earlier if recorded < each.step <= step]
         self._earlier = ()
-        if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
-            self._append("\n")  # a process that was killed wrote a line in part
+        self._file.end_line()
         self.write()
         self._append(json.dumps({"step": step, "hosts": list(hosts), **asdict(start)}) + "\n")
 

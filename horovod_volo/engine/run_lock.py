@@ -36,7 +36,7 @@ class RunLock:
         self._path, self._owner = folder / "lock.json", _this_process() | {"job": job}
         while not self._take():
             self._remove_if_stale()
-        self._taken_by: dict[str, Any] | None = None
+        self._taken_by = ""
         self._checked = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="run lock", daemon=True)
@@ -47,13 +47,12 @@ class RunLock:
 
         The file is not read again within half a second: a lock that was refreshed so lately is not taken.
         """
-        if self._taken_by is None and time.monotonic() > self._checked + _POLL_SECONDS:
-            self._checked, owner = time.monotonic(), _read(self._path)
-            self._taken_by = None if self._is_own(owner) else owner
-        if self._taken_by is not None:
+        if not self._taken_by and time.monotonic() > self._checked + _POLL_SECONDS:
+            self._checked, self._taken_by = time.monotonic(), self._other_owner()
+        if self._taken_by:
             raise UserError(
-                f"Run folder {self._path.parent} was taken over by {_name(self._taken_by)}, because this "
-                f"process did not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
+                f"Run folder {self._path.parent} was taken over by {self._taken_by}, because this process did "
+                f"not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
             )
 
     def close(self) -> None:
@@ -62,6 +61,16 @@ class RunLock:
         self._thread.join()
         if self._is_own(_read(self._path)):
             self._path.unlink(missing_ok=True)
+
+    def _other_owner(self) -> str:
+        """Return who has taken the lock, or nothing."""
+        try:
+            owner = _parse(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return "a process that has ended"
+        except _UNREADABLE:
+            return ""
+        return "" if owner is None or self._is_own(owner) else _name(owner)
 
     def _is_own(self, owner: dict[str, Any] | None) -> bool:
         return owner is not None and owner["id"] == self._owner["id"]
