@@ -37,18 +37,13 @@ class RunLock:
         while not self._take():
             self._remove_if_stale()
         self._taken_by = ""
-        self._checked = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="run lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise UserError if another process has taken the lock: this one must not write any more.
-
-        The file is not read again within half a second: a lock that was refreshed so lately is not taken.
-        """
-        if not self._taken_by and time.monotonic() > self._checked + _POLL_SECONDS:
-            self._checked, self._taken_by = time.monotonic(), self._other_owner()
+        """Raise UserError if another process has taken the lock: this one must not write any more."""
+        self._taken_by = self._taken_by or self._other_owner()
         if self._taken_by:
             raise UserError(
                 f"Run folder {self._path.parent} was taken over by {self._taken_by}, because this process did "
@@ -66,7 +61,7 @@ class RunLock:
         """Return who has taken the lock, or nothing."""
         try:
             owner = _parse(self._path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except FileNotFoundError:  # its own lock nobody else removes
             return "a process that has ended"
         except _UNREADABLE:
             return ""

@@ -17,6 +17,7 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -44,11 +45,12 @@ def write_checkpoint(
     """Write the checkpoint of `step` into `folder` and update the link `last`; return its path.
 
     The tensors are on the CPU, contiguous, and no two share memory. `may_write` raises UserError if this
-    process must not write; it is called first, and before the checkpoint appears.
+    process must not write; it is called before each change that others see, and a slow disk may delay them.
     """
     may_write()
     final = checkpoint_path(folder, step)
-    partial, replaced = (folder / f".{final.name}.{state}" for state in ("partial", "replaced"))
+    replaced = folder / f".{final.name}.replaced"
+    partial = folder / f".{final.name}.{uuid4().hex}.partial"  # of no process that wrote here before
     try:
         partial.mkdir(parents=True, exist_ok=True)
         checksums = {
@@ -65,6 +67,7 @@ def write_checkpoint(
             final.replace(replaced)
         partial.replace(final)
         flush(folder)
+        may_write()
         update_link(folder / "last", final)
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:

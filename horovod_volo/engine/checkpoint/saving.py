@@ -90,6 +90,7 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[files.StateDicts], li
             if not tensor.isfinite().all():  # gradients that are not finite have reached the weights by now
                 raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
         saved = files.write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
+        may_write()  # the next owner of the folder may have later checkpoints
         return files.delete_old_checkpoints(saved, config.run.keep_checkpoints)
 
     return write
