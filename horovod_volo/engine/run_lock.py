@@ -46,8 +46,8 @@ class RunLock:
         self._taken_by = self._taken_by or self._other_owner()
         if self._taken_by:
             raise UserError(
-                f"Run folder {self._path.parent} was taken over by {self._taken_by}, because this process did "
-                f"not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
+                f"Run folder {self._path.parent} was taken over by {self._taken_by}, because this "
+                f"process did not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
             )
 
     def close(self) -> None:
@@ -61,8 +61,8 @@ class RunLock:
         """Return who has taken the lock, or nothing."""
         try:
             owner = _parse(self._path.read_text(encoding="utf-8"))
-        except FileNotFoundError:  # its own lock nobody else removes
-            return "a process that has ended"
+        except FileNotFoundError:
+            return "a process that has ended, or that removed lock.json"
         except _UNREADABLE:
             return ""
         return "" if owner is None or self._is_own(owner) else _name(owner)

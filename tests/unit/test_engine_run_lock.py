@@ -112,6 +112,14 @@ def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_that_was_taken_and_released_is_lost(tmp_path: Path) -> None:
+    """The process was stopped for so long that another one has trained here, and ended."""
+    with closing(RunLock(tmp_path)) as lost:
+        (tmp_path / "lock.json").unlink()
+        with pytest.raises(UserError, match=r"was taken over by a process that has ended"):
+            lost.check()
+
+
 def test_a_link_that_is_made_but_reported_as_failed_is_a_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
