@@ -313,3 +313,7 @@ def become_rank(folder: Path, arguments: list[str]) -> None:
     inject(folder)
     hasten(os.environ["MACHINE"])
     exit_at_once(main(arguments))
+
+
+if "HISTORY" in os.environ:  # of ranks of horovodrun, which are given this module as a plugin
+    noting(Path(os.environ["HISTORY"]))

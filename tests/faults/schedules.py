@@ -24,7 +24,7 @@ SETTINGS = f"""
 --global-batch {GLOBAL_BATCH} --log-every 1 --checkpoint-every 2 --keep-checkpoints 3 --eval-every 2
 --device cpu --name run --binding none --image-decoder pillow --resume auto
 """.split()
-_STARTS, _SECONDS = 12, 30.0
+_STARTS, _SECONDS = 12, 90.0
 # What may happen to a start, some of it twice as often.
 KINDS = (
     "kill",

@@ -156,6 +156,12 @@ def intact_checkpoints(run_folder: Path) -> Iterator[Path]:
     return (checkpoint for checkpoint in _saved(run_folder) if find_damage(checkpoint) is None)
 
 
+def saved_later(run_folder: Path, step: int) -> list[Path]:
+    """Return the intact checkpoints of a run that are later than a step, the newest first."""
+    later = (path for path in _saved(run_folder) if path.name.lstrip(".") > checkpoint_path(path, step).name)
+    return [path for path in later if find_damage(path) is None]
+
+
 def has_checkpoint(run_folder: Path) -> bool:
     """Return whether a run folder holds a checkpoint, intact or not, or has held one."""
     return bool(_saved(run_folder)) or (run_folder / CHECKPOINTS / "last").is_symlink()
