@@ -158,7 +158,7 @@ def intact_checkpoints(run_folder: Path) -> Iterator[Path]:
 
 def saved_later(run_folder: Path, step: int) -> list[Path]:
     """Return the intact checkpoints of a run that are later than a step, the newest first."""
-    later = (path for path in _saved(run_folder) if path.name.lstrip(".") > checkpoint_path(path, step).name)
+    later = (path for path in _saved(run_folder) if path.stem.lstrip(".") > checkpoint_path(path, step).name)
     return [path for path in later if find_damage(path) is None]
 
 
