@@ -36,18 +36,17 @@ class RunLock:
         self._path, self._owner = folder / "lock.json", _this_process() | {"job": job}
         while not self._take():
             self._remove_if_stale()
-        self._taken_by = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="run lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
         """Raise UserError if another process has taken the lock: this one must not write any more."""
-        self._taken_by = self._taken_by or self._other_owner()
-        if self._taken_by:
+        owner = _read(self._path, missing={"id": ""})
+        if owner is not None and not self._is_own(owner):
             raise UserError(
-                f"Run folder {self._path.parent} was taken over by {self._taken_by}, because this "
-                f"process did not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
+                f"Run folder {self._path.parent} was taken over by {_name(owner)}, because this process did "
+                f"not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
             )
 
     def close(self) -> None:
@@ -56,16 +55,6 @@ class RunLock:
         self._thread.join()
         if self._is_own(_read(self._path)):
             self._path.unlink(missing_ok=True)
-
-    def _other_owner(self) -> str:
-        """Return who has taken the lock, or nothing."""
-        try:
-            owner = _parse(self._path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return "a process that has ended, or that removed lock.json"
-        except _UNREADABLE:
-            return ""
-        return "" if owner is None or self._is_own(owner) else _name(owner)
 
     def _is_own(self, owner: dict[str, Any] | None) -> bool:
         return owner is not None and owner["id"] == self._owner["id"]
@@ -159,13 +148,15 @@ def _start_time(pid: int) -> str:
 
 
 def _name(owner: dict[str, Any]) -> str:
-    return f"process {owner['pid']} on {owner['host']}"
+    return f"process {owner['pid']} on {owner['host']}" if owner["id"] else "a process that has ended"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return what the lock says; None if there is none, or it is damaged."""
+def _read(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return what the lock says; None if it is damaged."""
     try:
         return _parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return missing
     except _UNREADABLE:
         return None
 

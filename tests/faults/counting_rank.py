@@ -137,7 +137,7 @@ class CountingData(TaskData):
         return "numbers"
 
 
-class Sums(nn.Module):
+class CountingNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(NUMBERS))
@@ -146,7 +146,7 @@ class Sums(nn.Module):
         return numbers @ self.weight
 
 
-class Counting:
+class CountingTask:
     scores = ("sum",)
     complete = staticmethod(lambda config: config)
     choose = staticmethod(lambda config, *_: config)
@@ -157,7 +157,7 @@ class Counting:
     summary = staticmethod(str)
 
     def build(self, config: Any, num_classes: int) -> Network:
-        return Network(Sums(), ("head",), lambda images: images, lambda _: [])
+        return Network(CountingNetwork(), ("head",), lambda images: images, lambda _: [])
 
 
 class SocketCollectives(Collectives):
@@ -291,7 +291,7 @@ def inject(folder: Path) -> None:
 
 def hasten(host: str) -> None:
     """Count, shorten time limits, leave out what takes long to start, and give this host its name."""
-    TASKS["classification"] = Counting()  # type: ignore[assignment]
+    TASKS["classification"] = CountingTask()  # type: ignore[assignment]
     run_lock._STALE_SECONDS, run_lock._REFRESH_SECONDS, run_lock._POLL_SECONDS = STALE_SECONDS, 0.15, 0.05
     job._CONNECT_SECONDS, job._RETRIES = 1.0, 4
     entry.package_versions, entry.code_digest = dict, str

@@ -157,7 +157,6 @@ def test_a_refresh_does_not_overwrite_a_lock_that_was_taken_meanwhile(
 
 
 def test_a_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "_POLL_SECONDS", 0.0)
     context, _ = setup(small_run(tmp_path), World.single(), StopRequest())
     ledger = Ledger()
     context.callbacks = Callbacks([ledger], context.stop)

@@ -156,10 +156,10 @@ def intact_checkpoints(run_folder: Path) -> Iterator[Path]:
     return (checkpoint for checkpoint in _saved(run_folder) if find_damage(checkpoint) is None)
 
 
-def saved_later(run_folder: Path, step: int) -> list[Path]:
-    """Return the intact checkpoints of a run that are later than a step, the newest first."""
-    later = (path for path in _saved(run_folder) if path.stem.lstrip(".") > checkpoint_path(path, step).name)
-    return [path for path in later if find_damage(path) is None]
+def find_later(checkpoint: Path) -> dict[Path, str | None]:
+    """Return what is wrong with each later checkpoint in the same folder, as `find_damage` does."""
+    later = (path for path in sorted(checkpoint.parent.glob("step_*")) if path.name > checkpoint.name)
+    return {path: find_damage(path) for path in later}
 
 
 def has_checkpoint(run_folder: Path) -> bool:

@@ -114,6 +114,8 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
     checkpoint, best = _current_checkpoint(context), context.checkpoint_folder / "best"
+    if context.lock is not None:
+        context.lock.check()
     try:
         with atomic_write(checkpoint / _EVALUATION) as file:
             file.write(json.dumps(metrics).encode())
