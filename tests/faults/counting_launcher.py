@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import selectors
 import signal
 import socket
 import sys
 import time
-from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,25 @@ COOL_DOWN_SECONDS, LOST_SECONDS, PATIENCE_SECONDS = 0.2, 0.8, 3.0
 REMOVED = b"-1,-1,-1,-1,-1,-1"
 
 
-class RankConnection:
-    """The connection to a rank."""
+class DriverRequest(BaseHTTPRequestHandler):
+    """A request to the driver: to read or write what processes tell each other, or for a rank."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket, self.received, self.unsent = connection, b"", b""
-        self.rank, self.count = -1, 0  # of messages
+    timeout = 1.0
 
-    def messages(self) -> list[Any]:
-        """Receive; return the messages that are complete, None for the end."""
-        found = []
-        self.received += (received := self.socket.recv(1 << 16))
-        while len(self.received) >= 4 and len(self.received) >= 4 + (
-            size := int.from_bytes(self.received[:4])
-        ):
-            found.append(pickle.loads(self.received[4 : 4 + size]))
-            self.received = self.received[4 + size :]
-        return found if received else [None]
+    def do_GET(self) -> None:
+        launcher: CountingLauncher = self.server.launcher
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path.startswith("/rank_and_size/"):
+            launcher.ask(self.path.split("/")[2].split(":")[0], self.connection.dup())
+            return
+        if self.command == "PUT":
+            launcher.there[self.path] = body
+        respond(self.connection, launcher.there.get(self.path))
+
+    do_PUT = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 class CountingLauncher:
@@ -54,32 +56,29 @@ class CountingLauncher:
         self.members: list[str] = []  # hosts, by rank
         self.asked: dict[str, socket.socket] = {}  # hosts that wait for a rank
         self.there: dict[str, bytes] = {}  # what processes tell each other
-        self.ranks: dict[int, RankConnection] = {}
-        self.rounds: dict[int, dict[int, Any]] = {}  # what ranks have sent, by the number of the message
+        self.ranks: dict[int, Connection] = {}
+        self.counts: dict[int, int] = {}  # of messages, by rank
+        self.rounds: dict[int, dict[int, bytes]] = {}  # what ranks have sent, by the number of the message
+        self.unsent: dict[int, list[bytes]] = {}  # what ranks have not received yet
         self.cut: dict[str, float] = {}  # until when hosts are cut off
         self.silent: dict[str, float] = {}  # since when processes of hosts do not answer
         self.failed: dict[str, float] = {}  # when processes of hosts failed
         self.first_asked = self.told = self.ended = 0.0
-        self.status = 0
+        self.status, self.commands = 0, [0]
         for ended in (*folder.glob("cut.*"), *folder.glob("slow")):  # faults of an earlier launcher
             ended.unlink()
-        self.selector = selectors.DefaultSelector()
-        self.listeners = hub, http = (
-            *(socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(2)),
-        )
-        self.selector.register(hub, selectors.EVENT_READ, self._accept_rank)
-        self.selector.register(http, selectors.EVENT_READ, self._answer)
-        self.selector.register(0, selectors.EVENT_READ, self._command)
-        ports = {"HUB": hub, "HOROVOD_GLOO_RENDEZVOUS_PORT": http}
-        os.environ.update({name: str(each.getsockname()[1]) for name, each in ports.items()})
+        self.hub = Listener(("127.0.0.1", 0), backlog=64)
+        self.http = HTTPServer(("127.0.0.1", 0), DriverRequest)
+        self.http.launcher = self
+        ports = {"HUB": self.hub.address[1], "HOROVOD_GLOO_RENDEZVOUS_PORT": self.http.server_port}
+        os.environ.update({name: str(port) for name, port in ports.items()})
         os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_ELASTIC=str(int(elastic)))
 
     def run(self) -> int:
         """Return when no process is left that was not given up."""
         self._form([])
         while self.processes:
-            for key, _ in self.selector.select(0.02):
-                key.data(key.fileobj)
+            self._communicate()
             now = time.monotonic()
             self._reap(now)
             self._find_lost(now)
@@ -90,16 +89,67 @@ class CountingLauncher:
                     os.kill(process, signal.SIGKILL)
         return self.status
 
-    def _command(self, stdin: int) -> None:
-        lines = os.read(stdin, 4096).decode()
-        if not lines:
-            self.selector.unregister(stdin)
-        for word, names, *seconds in map(str.split, lines.splitlines()):
+    def _communicate(self) -> None:
+        """Wait a moment for commands, requests, new ranks, and messages of ranks that are not cut off."""
+        heard = [each for rank, each in self.ranks.items() if self.members[rank] not in self.cut]
+        listeners = {self.hub._listener._socket: self._accept, self.http.socket: self.http.handle_request}
+        for ready in wait([*heard, *listeners, *self.commands], 0.02):
+            if ready in listeners:
+                listeners[ready]()
+            elif ready in self.commands:
+                self._obey(os.read(0, 4096).decode())
+            elif ready in self.ranks.values():  # they have not been dissolved meanwhile
+                self._receive(next(rank for rank, each in self.ranks.items() if each is ready))
+
+    def _obey(self, commands: str) -> None:
+        self.commands = self.commands if commands else []
+        for word, names, *seconds in map(str.split, commands.splitlines()):
             if word == "hosts":
                 self.hosts = names.split(",")
             else:
                 self.cut[names] = time.monotonic() + float(seconds[0])
                 (self.folder / f"cut.{names}").touch()
+
+    def _accept(self) -> None:
+        connection = self.hub.accept()
+        with contextlib.suppress(OSError, EOFError):
+            rank, size, host, process = pickle.loads(connection.recv_bytes())
+            is_member = self.members[rank:][:1] == [host] and size == len(self.members)
+            if is_member and self.processes.get(host) == process:
+                self.ranks[rank], self.unsent[rank], self.counts[rank] = connection, [], 0
+                return
+        connection.close()
+
+    def _receive(self, rank: int) -> None:
+        try:
+            message = self.ranks[rank].recv_bytes()
+        except (OSError, EOFError):
+            self._dissolve()
+            return
+        self.counts[rank] += 1
+        values = self.rounds.setdefault(self.counts[rank], {})
+        values[rank] = message
+        if len(values) == len(self.members):
+            reply = pickle.dumps([values[each] for each in sorted(values)])
+            for messages in self.unsent.values():
+                messages.append(reply)
+            self._send()
+
+    def _send(self) -> None:
+        """Send what ranks have not received that are not cut off."""
+        for rank, messages in self.unsent.items():
+            while messages and self.members[rank] not in self.cut:
+                with contextlib.suppress(OSError):
+                    self.ranks[rank].send_bytes(messages[0])
+                del messages[0]
+
+    def ask(self, host: str, connection: socket.socket) -> None:
+        """Note that the process of a host waits for a rank."""
+        if host not in self.processes:
+            respond(connection, REMOVED)
+            return
+        self.first_asked = self.first_asked if self.asked else time.monotonic()
+        self.asked[host] = connection
 
     def _find_lost(self, now: float) -> None:
         """Dissolve ranks of which one is stopped or cut off; if elastic, give it up, although it lives on."""
@@ -115,9 +165,7 @@ class CountingLauncher:
                     self._give_up(host)
                 else:
                     self._dissolve()
-        for rank, connection in list(self.ranks.items()):
-            if self.members[rank] not in self.cut and connection.unsent:
-                self._send(rank, b"")
+        self._send()
 
     def _give_up(self, host: str) -> None:
         del self.processes[host]
@@ -137,103 +185,20 @@ class CountingLauncher:
                     self._give_up(host)
 
     def _dissolve(self) -> None:
-        """Close the connections of the ranks that are connected."""
+        """Close the connections of all ranks."""
         for connection in self.ranks.values():
-            with contextlib.suppress(KeyError, ValueError):
-                self.selector.unregister(connection.socket)
-            connection.socket.close()
-        self.ranks, self.rounds = {}, {}
-
-    def _accept_rank(self, hub: socket.socket) -> None:
-        connection = RankConnection(hub.accept()[0])
-        connection.socket.settimeout(1.0)
-        self.selector.register(connection.socket, selectors.EVENT_READ, partial(self._receive, connection))
-
-    def _receive(self, connection: RankConnection, source: socket.socket) -> None:
-        if connection.rank >= 0 and self.members[connection.rank] in self.cut:
-            return
-        try:
-            messages = connection.messages()
-        except OSError:
-            messages = [None]
-        for message in messages:
-            if connection.rank < 0 and message:  # the first one
-                rank, size, host, process = message
-                if self.members[rank:][:1] == [host] and (len(self.members), self.processes.get(host)) == (
-                    size,
-                    process,
-                ):
-                    connection.rank, self.ranks[rank] = rank, connection
-                    continue
-                message = None
-            if message is None:
-                if self.ranks.get(connection.rank) is connection:
-                    self._dissolve()
-                elif source.fileno() >= 0:
-                    self.selector.unregister(source)
-                    source.close()
-                return
-            connection.count += 1
-            self.rounds.setdefault(connection.count, {})[connection.rank] = message[0]
-            if len(self.rounds[connection.count]) == len(self.members):
-                values = self.rounds.pop(connection.count)
-                payload = pickle.dumps([values[rank] for rank in range(len(values))])
-                for rank in list(self.ranks):
-                    self._send(rank, len(payload).to_bytes(4) + payload)
-
-    def _send(self, rank: int, content: bytes) -> None:
-        connection = self.ranks.get(rank)
-        if connection is not None:
-            connection.unsent += content
-            if self.members[rank] not in self.cut:
-                with contextlib.suppress(OSError):
-                    connection.socket.sendall(connection.unsent)
-                connection.unsent = b""
-
-    def _answer(self, http: socket.socket) -> None:
-        """Answer a request to the driver: a value of /there, or, later, a rank."""
-        connection, _ = http.accept()
-        connection.settimeout(1.0)
-        with contextlib.suppress(OSError, ValueError):
-            request = b""
-            while b"\r\n\r\n" not in request:
-                request += connection.recv(4096) or b"\r\n\r\n"
-            head, _, body = request.partition(b"\r\n\r\n")
-            method, path, *_ = head.decode().split()
-            length = next(
-                (
-                    int(line.split(b":")[1])
-                    for line in head.split(b"\r\n")
-                    if line.lower().startswith(b"content-length")
-                ),
-                0,
-            )
-            while len(body) < length:
-                body += connection.recv(4096)
-            if path.startswith("/rank_and_size/"):
-                host = path.split("/")[2].split(":")[0]
-                if host not in self.processes:
-                    return respond(connection, REMOVED)
-                self.first_asked = self.first_asked if self.asked else time.monotonic()
-                self.asked[host] = connection
-                return None
-            if method == "PUT":
-                self.there[path] = body
-            respond(connection, self.there.get(path))
-        return None
+            connection.close()
+        self.ranks, self.rounds, self.unsent = {}, {}, {}
 
     def _form_again(self, now: float) -> None:
         ready = [host for host in self.hosts if host not in self.processes and self._answers(host, now)]
         if not self.asked:
             left = set(self.members) & set(self.processes) - set(self.hosts)
             more = largest(len([host for host in self.members if host in self.processes]) + len(ready))
-            if (
-                (left or more > len(self.members))
-                and now > self.told + 0.3
-                and self.members[0] in self.processes
-            ):
+            if (left or more > len(self.members)) and now > self.told + 0.3:
                 self.told = now
-                os.kill(self.processes[self.members[0]], signal.SIGUSR2)
+                for process in [self.processes[host] for host in self.members[:1] if host in self.processes]:
+                    os.kill(process, signal.SIGUSR2)
             return
         for host in self.processes.keys() - self.asked.keys():
             if now < self.first_asked + PATIENCE_SECONDS:
@@ -269,9 +234,8 @@ class CountingLauncher:
             note(self.folder, "forked", of=process)
             return
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        for key in list(self.selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
+        for inherited in (self.hub, self.http.socket, *self.asked.values()):
+            inherited.close()
         names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
         os.environ.update({f"HOROVOD_{name}": str(each) for name, each in zip(names, numbers, strict=True)})
         os.environ["HOROVOD_HOSTNAME"] = host

@@ -13,10 +13,10 @@ import json
 import os
 import pickle
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class CountingLoader(OrderedBatches[Any, Any]):
 
     def batches(self, epoch: int, first_step: int) -> Iterator[CountingBatch]:
         for read in self._reads(epoch, first_step):
-            yield read()  # type: ignore[misc]
+            yield read()
 
     def _read_batch(self, epoch: int, drawn: Any) -> CountingBatch:
         bits = bits_of_samples(Purpose.BOX_PLAN, 0, epoch, drawn)
@@ -171,43 +171,33 @@ class SocketCollectives(Collectives):
         self._started, self._results = 0, []
         SocketCollectives.current = self
         try:
-            self._socket = socket.create_connection(
-                ("127.0.0.1", int(os.environ["HUB"])), LONGEST_WAIT_SECONDS
-            )
+            self._hub = Client(("127.0.0.1", int(os.environ["HUB"])))
+            self._hub.send_bytes(pickle.dumps((rank, size, os.environ["HOROVOD_HOSTNAME"], os.getpid())))
         except OSError:
             raise RankLostError("another rank has exited (no connection)") from None
-        self._file = self._socket.makefile("rb")
-        self._send((rank, size, os.environ["HOROVOD_HOSTNAME"], os.getpid()))
 
     @classmethod
     def leave(cls) -> None:
-        if cls.current is not None:
-            cls.current._socket.close()
-            cls.current._file.close()
-            cls.current = None
-
-    def _send(self, value: Any) -> None:
-        payload = pickle.dumps(value)
-        try:
-            self._socket.sendall(len(payload).to_bytes(4) + payload)
-        except OSError:
-            raise RankLostError("another rank has exited (connection closed)") from None
+        if cls.current is not None and hasattr(cls.current, "_hub"):
+            cls.current._hub.close()
+        cls.current = None
 
     def _start(self, value: Any) -> int:
-        self._send((value,))
+        try:
+            self._hub.send_bytes(pickle.dumps(value))
+        except OSError:
+            raise RankLostError("another rank has exited (connection closed)") from None
         self._started += 1
         return self._started
 
     def _wait(self, number: int) -> list[Any]:
         while len(self._results) < number:
             try:
-                payload = self._file.read(int.from_bytes(self._file.read(4)))
-            except (OSError, ValueError):
-                self.leave()
-                raise RankLostError("another rank does not answer (timed out)") from None
-            if not payload:
-                raise RankLostError("another rank has exited (connection closed)")
-            self._results.append(pickle.loads(payload))
+                if not self._hub.poll(LONGEST_WAIT_SECONDS):
+                    raise RankLostError("another rank does not answer (timed out)")
+                self._results.append([pickle.loads(each) for each in pickle.loads(self._hub.recv_bytes())])
+            except (OSError, EOFError):
+                raise RankLostError("another rank has exited (connection closed)") from None
         return self._results[number - 1]
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -263,9 +253,9 @@ def noting(folder: Path) -> None:
     def noted(write: Any, name: Any) -> Any:
         return lambda *arguments: (note(folder, "write", file=name(*arguments)), write(*arguments))[1]
 
-    RunLock.__init__, RunLock.close = taking, closing  # type: ignore[method-assign]
-    files.write_checkpoint = writing  # type: ignore[assignment]
-    AppendedFile.append = noted(AppendedFile.append, lambda file, _: file.path.name)  # type: ignore[method-assign]
+    RunLock.__init__, RunLock.close = taking, closing
+    files.write_checkpoint = writing
+    AppendedFile.append = noted(AppendedFile.append, lambda file, _: file.path.name)
     files.update_link = noted(files.update_link, lambda link, _: link.name)
     files.delete_old_checkpoints = noted(files.delete_old_checkpoints, lambda *_: "old checkpoints")
 
@@ -286,18 +276,18 @@ def inject(folder: Path) -> None:
             raise TimeoutError("no route to host")
         return request(self, *arguments)
 
-    os.fsync, time.time, ElasticJob._request = syncing, shifted, requesting  # type: ignore[method-assign,assignment]
+    os.fsync, time.time, ElasticJob._request = syncing, shifted, requesting
 
 
 def hasten(host: str) -> None:
     """Count, shorten time limits, leave out what takes long to start, and give this host its name."""
-    TASKS["classification"] = CountingTask()  # type: ignore[assignment]
+    TASKS["classification"] = CountingTask()
     run_lock._STALE_SECONDS, run_lock._REFRESH_SECONDS, run_lock._POLL_SECONDS = STALE_SECONDS, 0.15, 0.05
     job._CONNECT_SECONDS, job._RETRIES = 1.0, 4
     entry.package_versions, entry.code_digest = dict, str
     run.collect_environment = dict
-    watchdog.Watchdog = lambda *_, **__: watchdog.NoWatchdog()  # type: ignore[misc,assignment]
-    world.HorovodCollectives = SocketCollectives  # type: ignore[misc]
+    watchdog.Watchdog = lambda *_, **__: watchdog.NoWatchdog()
+    world.HorovodCollectives = SocketCollectives
     job.leave_ranks, job.listen_for_hosts = SocketCollectives.leave, _listen
     this_process = run_lock._this_process
     run_lock._this_process = lambda: this_process() | {"host": host, "boot": host}
