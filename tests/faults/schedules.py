@@ -26,27 +26,8 @@ SETTINGS = f"""
 """.split()
 _STARTS, _SECONDS = 12, 90.0
 # What may happen to a start, some of it twice as often.
-KINDS = (
-    "kill",
-    "kill",
-    "kill",
-    "kill launcher",
-    "stop",
-    "pause",
-    "pause for long",
-    "cut off",
-    "cut off for long",
-)
-KINDS += (
-    "second launcher",
-    "slow disk",
-    "full disk",
-    "clock",
-    "other hosts",
-    "other hosts",
-    "damage",
-    "take over",
-)
+KINDS = "kill, kill, kill, kill launcher, stop, pause, pause for long, cut off, cut off for long"
+KINDS += ", second launcher, slow disk, full disk, clock, other hosts, other hosts, damage, take over"
 
 
 class Fault(NamedTuple):
@@ -68,16 +49,12 @@ class Schedule(NamedTuple):
 def draw(seed: int) -> Schedule:
     """Draw a schedule."""
     chance = random.Random(seed)
-    starts = [
-        sorted(
-            (
-                Fault(chance.choice(KINDS), chance.uniform(0.0, 0.8), chance.random())
-                for _ in range(chance.randint(1, 3))
-            ),
-            key=lambda fault: fault.after,
-        )
-        for _ in range(chance.randint(1, 2))
-    ]
+
+    def fault() -> Fault:
+        return Fault(chance.choice(KINDS.split(", ")), chance.uniform(0.0, 0.8), chance.random())
+
+    starts = [[fault() for _ in range(chance.randint(1, 3))] for _ in range(chance.randint(1, 2))]
+    starts = [sorted(faults, key=lambda each: each.after) for faults in starts]
     return Schedule(chance.choice((1, 2, 2, 4)), chance.random() < 0.6, starts)
 
 
