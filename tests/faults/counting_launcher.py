@@ -70,6 +70,7 @@ class CountingLauncher:
         self.hub = Listener(("127.0.0.1", 0), backlog=64)
         self.http = HTTPServer(("127.0.0.1", 0), DriverRequest)
         self.http.launcher = self
+        self.http.shutdown_request = self.http.close_request  # an answer may come later
         ports = {"HUB": self.hub.address[1], "HOROVOD_GLOO_RENDEZVOUS_PORT": self.http.server_port}
         os.environ.update({name: str(port) for name, port in ports.items()})
         os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_ELASTIC=str(int(elastic)))
