@@ -251,7 +251,14 @@ def noting(folder: Path) -> None:
         return path
 
     def noted(write: Any, name: Any) -> Any:
-        return lambda *arguments: (note(folder, "write", file=name(*arguments)), write(*arguments))[1]
+        def writing(*arguments: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return write(*arguments)
+            finally:
+                note(folder, "write", time=began, file=name(*arguments))
+
+        return writing
 
     RunLock.__init__, RunLock.close = taking, closing
     files.write_checkpoint = writing
