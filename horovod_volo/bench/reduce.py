@@ -56,11 +56,7 @@ def measure(
     pairs: Pairs = 5,
     against: Annotated[
         Sequence[Literal["stock", "ddp", "late", "fp32", "reproducible"]],
-        Flag(
-            "stock Horovod, torch DDP, our buckets sent after backward, or in fp32, or with --reproducible; "
-            "may be empty",
-            may_be_empty=True,
-        ),
+        Flag("others, or ours after backward, in fp32, with --reproducible; may be empty", may_be_empty=True),
     ] = ("stock", "ddp", "late"),
 ) -> Result:
     """Measure rounds of our method, of no exchange, and of others. Collective: every rank calls this."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources, World
-from horovod_volo.config.derived import drawing_rank
 from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.images.split_folder import Split
@@ -108,8 +107,7 @@ class DenseLearner(Learner[DenseBatch, tuple[Tensor, Tensor]]):
 
     def seed(self, step: int, number: int) -> int:
         """Return the seed of what the network draws in a micro-batch."""
-        rank = drawing_rank(self.config, self.context.world.rank)
-        return drop_path_seed(self.config.run.seed, step, rank, number)
+        return drop_path_seed(self.config, step, self.context.world.rank, number)
 
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the metrics of a model on the held-out images. Collective: every rank calls this."""

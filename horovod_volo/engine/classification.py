@@ -143,8 +143,7 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
     def forward(self, batch: TrainBatch, step: int, number: int) -> Logits:
         """Return the logits of mixed images."""
         mix = self.mix(step, number)
-        rank = drawing_rank(self.config, self.world.rank)
-        seed = drop_path_seed(self.config.run.seed, step, rank, number)
+        seed = drop_path_seed(self.config, step, self.world.rank, number)
         with self.autocast:
             logits = self.network_forward(mix.images(batch.images), mix.swap_tokens, seed)
         return Logits(*logits, mix)

@@ -30,7 +30,7 @@ from horovod_volo.core.operators import choose_kernels
 from horovod_volo.data.images import catalog_file
 from horovod_volo.engine.banner import banner, batch_warnings, describe_run, format_lines
 from horovod_volo.engine.callbacks import PROFILERS, Callback, Callbacks, build_plugin_callbacks, parse_steps
-from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS, checkpoint_path, clean_up, find_later
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.classification import TASKS
@@ -152,6 +152,10 @@ def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[L
     try:
         lock = RunLock(folder, job)
         clean_up(folder / CHECKPOINTS)
+        later = find_later(checkpoint_path(folder / CHECKPOINTS, first_step))
+        if None in later.values():  # an intact one, of a run that ended when this one had chosen another
+            lock.close()
+            raise UserError(f"{max(later)} was saved while this run was starting. Start it again.")
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
         # Other launchers prefix lines with the rank, which would break a progress line rewritten in place.
         live = world.launcher in ("none", OWN)

@@ -37,24 +37,17 @@ class RunLock:
         self._path, self._owner = folder / "lock.json", _this_process() | {"job": job}
         while not self._take():
             self._remove_if_stale()
-        self._taken_by: dict[str, Any] | None = None
-        self._checked = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="run lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise UserError if another process has taken the lock: this one must not write any more.
-
-        The file is not read again within half a second: a lock that was refreshed so lately is not taken.
-        """
-        if self._taken_by is None and time.monotonic() > self._checked + _POLL_SECONDS:
-            self._checked, owner = time.monotonic(), _read(self._path)
-            self._taken_by = None if self._is_own(owner) else owner
-        if self._taken_by is not None:
+        """Raise UserError if another process has taken the lock: this one must not write any more."""
+        owner = _read(self._path, missing={"id": ""})
+        if owner is not None and not self._is_own(owner):
             raise UserError(
-                f"Run folder {self._path.parent} was taken over by {_name(self._taken_by)}, because this "
-                f"process did not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
+                f"Run folder {self._path.parent} was taken over by {_name(owner)}, because this process did "
+                f"not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
             )
 
     def close(self) -> None:
@@ -156,13 +149,15 @@ def _start_time(pid: int) -> str:
 
 
 def _name(owner: dict[str, Any]) -> str:
-    return f"process {owner['pid']} on {owner['host']}"
+    return f"process {owner['pid']} on {owner['host']}" if owner["id"] else "a process that has ended"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return what the lock says; None if there is none, or it is damaged."""
+def _read(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return what the lock says; None if it is damaged."""
     try:
         return _parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return missing
     except _UNREADABLE:
         return None
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources, World
+from horovod_volo.config.derived import drawing_rank
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, random_bits
@@ -164,9 +165,9 @@ class Task(Protocol):
         """Describe an evaluation in one line."""
 
 
-def drop_path_seed(seed: int, step: int, rank: int, number: int) -> int:
+def drop_path_seed(config: Config, step: int, rank: int, number: int) -> int:
     """Return 64 random bits for what a network draws in a micro-batch, `number` in its step."""
-    return random_bits(Purpose.DROP_PATH, seed, step, rank, number)
+    return random_bits(Purpose.DROP_PATH, config.run.seed, step, drawing_rank(config, rank), number)
 
 
 def better_value(metrics: Metrics, name: str) -> float:

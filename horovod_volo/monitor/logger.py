@@ -92,6 +92,11 @@ class AppendedFile:
         """Return the number of bytes that are not in the file yet."""
         return len(self._kept)
 
+    def end_line(self) -> None:
+        """End a line that an earlier process wrote in part, before what is appended next."""
+        if self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n"):
+            self._kept += b"\n"
+
     def append(self, content: bytes) -> None:
         """Append; raise OSError if that is not possible now. A file that was removed is made again."""
         self._kept += content

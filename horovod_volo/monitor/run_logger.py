@@ -54,6 +54,7 @@ class RunLogger(Logger):
         self._board = Board(earlier)
         self._metrics = AppendedFile(folder / METRICS)
         self._log = AppendedFile(folder / "log.txt")
+        self._log.end_line()
         self._events = AppendedFile(_event_file(folder), charts.file_start(length.first_step + 1))
         self._other_axes = AppendedFile(_event_file(folder / OTHER_AXES), all_other_axes(earlier))
         self._files = (self._metrics, self._log, self._events, self._other_axes)

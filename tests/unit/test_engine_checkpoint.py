@@ -252,6 +252,22 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_until_it_can(tmp_path:
     assert names(tmp_path) == ["last", "step_00000002", "step_00000003"]
 
 
+@pytest.mark.parametrize("allowed", [1, 2])
+def test_a_process_that_has_lost_the_folder_moves_no_link(allowed: int, tmp_path: Path) -> None:
+    """It may have lost it while a slow disk made it wait."""
+    calls = iter(range(allowed))
+
+    def may_write() -> None:
+        if next(calls, None) is None:
+            raise UserError("taken over")
+
+    earlier = save(tmp_path, 2)
+    with pytest.raises(UserError, match="taken over"):
+        write_checkpoint(tmp_path / "checkpoints", 1, {"model": {"weight": torch.zeros(1)}}, {}, may_write)
+    assert (tmp_path / "checkpoints" / "last").resolve() == earlier
+    assert (tmp_path / "checkpoints" / "step_00000001").exists() == (allowed == 2)
+
+
 # Either the first tensor file does not fit on the disk, or state.json after it.
 @pytest.mark.parametrize("length", [10**6, 200_000], ids=["tensors", "metadata"])
 def test_a_full_disk_is_a_user_error_and_earlier_checkpoints_are_intact(length: int, tmp_path: Path) -> None:

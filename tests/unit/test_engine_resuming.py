@@ -15,7 +15,7 @@ from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger import check_ledger
-from horovod_volo.engine import loop
+from horovod_volo.engine import loop, run
 from horovod_volo.engine.callbacks import Callbacks, standard_callbacks
 from horovod_volo.engine.checkpoint import files, saving
 from horovod_volo.engine.checkpoint.files import (
@@ -74,6 +74,28 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_being_replaced_is_found(
     assert loop.fit(resumed)
     assert (last / "evaluation.json").exists()
     assert not list(checkpoints.glob(".*"))
+
+
+def test_a_checkpoint_that_is_saved_while_a_run_starts_is_not_passed_over(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a run that was asked to stop, and ends when the next one has chosen the checkpoint before."""
+    context, _ = start()
+    assert loop.fit(context)
+    newest = context.folder / "checkpoints" / "step_00000003"
+    newest.rename(unsaved := tmp_path / "unsaved")
+    built = run.build_state
+
+    def save_and_build(*arguments: Any, **options: Any) -> Any:
+        unsaved.rename(newest)
+        return built(*arguments, **options)
+
+    monkeypatch.setattr(run, "build_state", save_and_build)
+    with pytest.raises(AllRanksError, match=r"step_00000003 was saved while this run was starting"):
+        start(resume="auto")
+    monkeypatch.undo()
+    resumed, _ = start(resume="auto")
+    assert resumed.state.step == 3
 
 
 def test_mean_std_and_crop_travel_with_the_weights(start: Start, tmp_path: Path) -> None:

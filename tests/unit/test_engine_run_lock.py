@@ -107,6 +107,14 @@ def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_lock_that_was_taken_and_released_is_lost(tmp_path):
+    """The process was stopped for so long that another one has trained here, and ended."""
+    with closing(RunLock(tmp_path)) as lost:
+        (tmp_path / "lock.json").unlink()
+        with pytest.raises(UserError, match=r"was taken over by a process that has ended"):
+            lost.check()
+
+
 def test_a_link_that_is_made_but_reported_as_failed_is_a_lock(tmp_path, monkeypatch):
     """As over NFS: the answer of the server was lost, and the client asked again."""
     link = os.link
@@ -140,7 +148,6 @@ def test_a_refresh_does_not_overwrite_a_lock_that_was_taken_meanwhile(tmp_path, 
 
 
 def test_a_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock, "_POLL_SECONDS", 0.0)
     context, _ = setup(small_run(tmp_path), World.single(), StopRequest())
     ledger = Ledger()
     context.callbacks = Callbacks([ledger], context.stop)

@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,14 @@ def test_nothing_is_lost_on_a_disk_that_was_full(small_disk, capsys):
     shown = capsys.readouterr().out
     assert shown.count("cannot be written: No space left on device. Training goes on.") == 1
     assert shown.count("can be written again, and lack nothing") == 1
+
+
+def test_a_line_that_was_written_in_part_is_ended(tmp_path: Path) -> None:
+    """As by a run that was killed while the disk was full."""
+    (tmp_path / "log.txt").write_text("step 7/1")
+    with closing(RunLogger(tmp_path, RunLength(0, 100, 10, 1))) as logger:
+        logger.log("resumed")
+    assert (tmp_path / "log.txt").read_text() == "step 7/1\nresumed\n"
 
 
 @pytest.mark.parametrize("comes_back", [True, False])

@@ -17,6 +17,7 @@ from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -44,11 +45,12 @@ def write_checkpoint(
     """Write the checkpoint of `step` into `folder` and update the link `last`; return its path.
 
     The tensors are on the CPU, contiguous, and no two share memory. `may_write` raises UserError if this
-    process must not write; it is called first, and before the checkpoint appears.
+    process must not write; it is called before each change that others see, and a slow disk may delay them.
     """
     may_write()
     final = checkpoint_path(folder, step)
-    partial, replaced = (folder / f".{final.name}.{state}" for state in ("partial", "replaced"))
+    replaced = folder / f".{final.name}.replaced"
+    partial = folder / f".{final.name}.{uuid4().hex}.partial"  # of no process that wrote here before
     try:
         partial.mkdir(parents=True, exist_ok=True)
         checksums = {
@@ -68,6 +70,7 @@ def write_checkpoint(
             final.replace(replaced)
         partial.replace(final)
         flush(folder)
+        may_write()
         update_link(folder / "last", final)
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
@@ -155,6 +158,12 @@ def find_checkpoint(source: str) -> Path:
 def intact_checkpoints(run_folder: Path) -> Iterator[Path]:
     """Yield the intact checkpoints of a run, the newest first."""
     return (checkpoint for checkpoint in _saved(run_folder) if find_damage(checkpoint) is None)
+
+
+def find_later(checkpoint: Path) -> dict[Path, str | None]:
+    """Return what is wrong with each later checkpoint in the same folder, as `find_damage` does."""
+    later = (path for path in sorted(checkpoint.parent.glob("step_*")) if path.name > checkpoint.name)
+    return {path: find_damage(path) for path in later}
 
 
 def has_checkpoint(run_folder: Path) -> bool:

@@ -80,11 +80,8 @@ def restore_state(
 
 def _damaged_later(checkpoint: Path) -> list[str]:
     """Return a warning for each damaged checkpoint that is later than the one to resume from."""
-    later = [path for path in sorted(checkpoint.parent.glob("step_*")) if path.name > checkpoint.name]
-    damage = {path: files.find_damage(path) for path in later}
-    return [
-        f"{path} is damaged: {what}; {checkpoint.name} is resumed" for path, what in damage.items() if what
-    ]
+    later = files.find_later(checkpoint).items()
+    return [f"{path} is damaged: {what}; {checkpoint.name} is resumed" for path, what in later if what]
 
 
 def _without_aux_head(saved: files.StateDicts) -> files.StateDicts:

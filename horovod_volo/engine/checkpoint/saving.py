@@ -90,6 +90,7 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[files.StateDicts], li
             if not tensor.isfinite().all():  # gradients that are not finite have reached the weights by now
                 raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
         saved = files.write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
+        may_write()  # the next owner of the folder may have later checkpoints
         return files.delete_old_checkpoints(saved, config.run.keep_checkpoints)
 
     return write
@@ -113,6 +114,8 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
     checkpoint, best = _current_checkpoint(context), context.checkpoint_folder / "best"
+    if context.lock is not None:
+        context.lock.check()
     try:
         with atomic_write(checkpoint / _EVALUATION) as file:
             file.write(json.dumps(metrics).encode())
