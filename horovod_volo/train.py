@@ -64,12 +64,12 @@ def _train(config: Config) -> int:
         from horovod_volo.engine.callbacks import standard_callbacks
         from horovod_volo.engine.run import FROM_DISK, LAUNCHES, run
 
-        def train(config: Config, world: World, callbacks: Sequence[Callback], start: Start) -> int:
+        def train(config: Config, world: "World", callbacks: Sequence["Callback"], start: "Start") -> int:
             finished = run(config, world, stop, watchdog, callbacks=callbacks, start=start)
             world.leave_together()  # when all have closed their loggers
             return DONE if finished else STOPPED
 
-        def once(world: World) -> int:
+        def once(world: "World") -> int:
             return train(config, world, standard_callbacks(), FROM_DISK)
 
         try:

@@ -110,9 +110,8 @@ def our_reducer(
     # Waiting for a second micro-batch, which never comes, the reducer sends no bucket during backward.
     micro_batches, world = 1 if overlap else 2, replace(work.world, collectives=collectives)
     settings, optimizer = Exchange(compression=compression), _sgd(model)
-    of_all = world.size if "reproducible" in kind else 0
     reducer = REDUCERS.find(kind)(
-        model, world, settings, micro_batches=micro_batches, heads=work.heads, of_all_ranks=of_all
+        model, world, settings, micro_batches=micro_batches, heads=work.heads, of_all_ranks=world.size
     )
 
     def step() -> None:

@@ -29,7 +29,7 @@ _LARGEST_SUM = 2.0**15  # limit of the sum over ranks: half of fp16's maximum; t
 # A maximum may grow by 2^6 from one step to the next before values are clamped. The price: gradients below
 # about ranks x 2^-33 of their bucket's maximum become 0; without this headroom, those below 2^-6 of that.
 _HEADROOM_BITS = 6
-_DECAY = 0.99  # of the running maximum per step: it halves in 69 steps
+DECAY = 0.99  # of the running maximum per step: it halves in 69 steps
 _CACHED_ELEMENTS = 2**17  # elements of fp16 whose fp32 copy fits into a core's second-level cache
 _MIN_EXPONENT, _MAX_EXPONENT = -100, 100  # a scale and its inverse are normal fp32 numbers
 
@@ -159,7 +159,7 @@ class BucketScales:
         if found_inf is not None and not self.initialized and bool(found_inf):  # waits, in the first step
             return
         if self.adaptive:
-            maxima = torch.fmax(self.running_maxima * _DECAY, self.maxima)
+            maxima = torch.fmax(self.running_maxima * DECAY, self.maxima)
             if found_inf is not None:
                 maxima = torch.where(found_inf > 0, self.running_maxima, maxima)
             self.running_maxima.copy_(maxima)

@@ -35,20 +35,13 @@ class Reducer:
         micro_batches: int,
         heads: Collection[str] = (),
         loss_is_scaled: bool = False,
-        of_all_ranks: int = 0,
+        of_all_ranks: int = 0,  # with --reproducible, backward passes of all ranks in a step
     ) -> None:
-        """Move the trained parameters into buckets; each step has `micro_batches` backward passes.
-
-        With --reproducible, `of_all_ranks` is how many they are on all ranks together.
-        """
+        """Move the trained parameters into buckets; each step has `micro_batches` backward passes."""
         parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._world, self._settings, self._loss_is_scaled = world, settings, loss_is_scaled
         self.buckets = build_gradient_buckets(
-            parameters,
-            settings,
-            heads=heads,
-            ranks=1 if of_all_ranks else world.size,
-            shards=self._shards_per_bucket(),
+            parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket()
         )
         # The parameters that this rank's optimizer updates, and the flat tensors that hold their gradients;
         # padding is 0.

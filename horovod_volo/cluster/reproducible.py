@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from horovod_volo.cluster.buckets import Bucket
 from horovod_volo.cluster.collectives import Wait
-from horovod_volo.cluster.compression import BucketScales, NoCompression, max_abs, power_of_two
+from horovod_volo.cluster.compression import DECAY, BucketScales, NoCompression, max_abs, power_of_two
 from horovod_volo.cluster.reducer import REDUCERS, BucketReduction, Reducer, moving_buffers
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.step_statistics import StepStatistics
@@ -32,7 +32,6 @@ _RANGE = 2.0**31  # of int32
 _TARGET_BITS = 22
 _FIRST_BITS = 29  # of the first step's scale: the mean over micro-batches of their maxima may be 4
 _LOSS_SCALE_BITS = 16  # of the initial loss scale, by which gradients of a scaled loss are larger
-_DECAY = 0.99  # of a running maximum per step
 _MOST = 2.0**40  # units of a maximum, and whole parts of a statistic: fp64 adds 2^13 of them exactly
 _FRACTION_BITS = 40  # of a batch-norm statistic: 1e-12, while 1e-5 is added to variances
 _SQUARE_BITS = 38  # of the square of a gradient over the largest one of its parameter
@@ -47,12 +46,13 @@ class FixedPointScales(BucketScales):
         `micro_batches` are those of a step on all ranks.
         """
         bits = _FIRST_BITS - math.ceil(math.log2(micro_batches)) - _LOSS_SCALE_BITS * loss_is_scaled
-        self.micro_batches = micro_batches
+        self.micro_batches, self.loss_is_scaled = micro_batches, loss_is_scaled
         self.scale = torch.full_like(like, 2.0**bits)
         self._first_scale = self.scale.clone()
         self.running_maxima = torch.zeros_like(like)  # of the sum over micro-batches of max |gradient|
         self.maxima = torch.zeros_like(like)  # max |gradient| in the micro-batch under way
         self.units = torch.zeros_like(like, dtype=torch.float64)  # the sum so far; at the end, of all ranks
+        self.overflow = like.new_zeros(1)  # nan if a sum of a scaled loss's gradients is not right
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {"running_maxima_of_parameters": self.running_maxima}
@@ -68,9 +68,10 @@ class FixedPointScales(BucketScales):
 
     def update(self, found_inf: Tensor | None = None) -> None:  # noqa: ARG002
         """Update running maxima and scales, also after a step that was skipped because a sum overflowed."""
-        sums = (self.units / self.scale).to(self.maxima.dtype)
-        # fmax passes over nan.
-        self.running_maxima.copy_(torch.fmax(self.running_maxima * _DECAY, sums))
+        sums = (self.units / self.scale).clamp_(max=2.0**100).to(self.maxima.dtype)
+        # Nothing decays in steps in which it has no gradient, or one that is not finite.
+        grown = torch.maximum(self.running_maxima * DECAY, sums)
+        self.running_maxima.copy_(torch.where(sums > 0, grown, self.running_maxima))
         self.units.zero_()
         self._compute()
 
@@ -136,10 +137,7 @@ class FixedPointReduction(BucketReduction):
 
 
 class OrderlessStatistics(StepStatistics):
-    """Averages the small tensors of a step over micro-batches and ranks, whatever the order of these.
-
-    Each micro-batch moves the batch-norm statistics of the step before.
-    """
+    """Averages small tensors over micro-batches, each of which moves the statistics of the step before."""
 
     def __init__(
         self, moving: list[Tensor], counters: list[Tensor], scales: FixedPointScales, *others: Any
@@ -166,7 +164,9 @@ class OrderlessStatistics(StepStatistics):
 
     def average_async(self) -> Wait:
         # What this rank has that is not finite is looked for here.
-        self._averaged.copy_(torch.cat([self._sums.sum(0), self._scales.units.sum().view(1), self._notes]))
+        units = self._scales.units.sum().view(1)
+        fault = torch.zeros_like(units) if self._scales.loss_is_scaled else units
+        self._averaged.copy_(torch.cat([self._sums.sum(0), fault, self._notes]))
         return super().average_async()
 
     def _start_exchange(self) -> Callable[[], object]:
@@ -177,8 +177,10 @@ class OrderlessStatistics(StepStatistics):
             count, units = len(self._moving), self._scales.units
             whole, fraction, sums, notes = torch.split(wait(), [count, count, len(units), len(self._notes)])
             units.copy_(sums)
-            # Like a gradient that is not finite, an overflow makes all ranks skip the step.
+            # Like a gradient that is not finite, an overflow makes all ranks skip the step, or their scaler.
             overflow = torch.where((units < _RANGE).all(), 0.0, torch.nan).view(1)
+            self._scales.overflow.copy_(overflow)
+            overflow = torch.zeros_like(overflow) if self._scales.loss_is_scaled else overflow
             averages = (whole + fraction * 2.0**-_FRACTION_BITS) / self._scales.micro_batches
             self._averaged.copy_(torch.cat([averages, overflow, notes / self._world.size]))
             self._sums.zero_()
@@ -247,7 +249,7 @@ class ReproducibleReducer(Reducer):
         with super().synchronized_gradients():
             if self._loss_is_scaled:  # the gradient scaler must see an overflow
                 for gradients in self.local_gradients:
-                    gradients[:1] += self.statistics.maxima
+                    gradients[:1] += self.scales.overflow
             yield
 
     def global_grad_norm(self, norm: Tensor) -> Tensor:
@@ -263,10 +265,10 @@ class ReproducibleReducer(Reducer):
         largest = self._by_rank(largest, "norm.maxima").amax(0).double()
         sums = torch.zeros_like(largest, dtype=torch.int64)
         for number, part in parts:
-            fractions = (part / largest[number].clamp(min=1e-300)).square_()
+            fractions = (part / largest[number].clamp(min=1e-30)).square_()
             sums[number] = (fractions * 2.0**_SQUARE_BITS).round_().to(torch.int64).sum()
-        sums = self._by_rank(sums, "norm").sum(0)
-        return (largest.square() * sums * 2.0**-_SQUARE_BITS).sum().sqrt().to(norm.dtype)
+        squares = largest.square() * self._by_rank(sums, "norm").sum(0) * 2.0**-_SQUARE_BITS
+        return squares.sum().sqrt().to(norm.dtype)
 
     def _by_rank(self, values: Tensor, name: str) -> Tensor:  # noqa: ARG002
         """Return what ranks have computed of different gradients (ranks, length): here all have all."""

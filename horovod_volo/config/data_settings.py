@@ -37,13 +37,13 @@ class Data:
     )
     reproducible: bool = setting(
         False,
-        "the same weights, bit for bit, on any number of ranks: --global-batch is cut into micro-batches of "
-        "--micro-batch images, which ranks share, and no sum over them depends on its order",
+        "the same weights, bit for bit, on any number of ranks, which share micro-batches of --micro-batch",
         needs="--global-batch",
         excludes={
             "--sync-bn all": "{flag} keeps batch norm inside a micro-batch. Add --sync-bn none.",
             "--sync-bn heads": "{flag} keeps batch norm inside a micro-batch. Add --sync-bn none.",
             "--compile": "{flag} needs PyTorch's own operators. Drop --compile, or {flag}.",
+            "--early-stop": "Evaluations depend on the number of ranks. Drop --early-stop, or {flag}.",
             "--fit-head": "--fit-head sums features over ranks in their order. Drop it, or {flag}.",
         },
     )

@@ -133,6 +133,7 @@ def _divided(config: Config, ranks: int) -> Config:
     wanted, largest = config.data.global_batch, config.data.batch_size
     if config.data.reproducible:
         batch, accumulation = largest, -(-_all_micro_batches(wanted, largest, ranks) // ranks)
+        config = replace(config, exchange=replace(config.exchange, compression="none"))
     elif config.launch.elastic:
         batch, accumulation = _split_unevenly(wanted, ranks, largest)
     elif wanted % ranks:
@@ -172,10 +173,7 @@ def _all_micro_batches(images: int, micro_batch: int, ranks: int) -> int:
     """Return the number of a step's micro-batches over all ranks, with --reproducible."""
     count, over = divmod(images, micro_batch)
     if over:
-        nearest = " or ".join(map(str, nearest_batches(images, micro_batch)))
-        raise UserError(
-            f"--global-batch {images} is not a multiple of --micro-batch {micro_batch}. Use {nearest}."
-        )
+        raise UserError(f"--global-batch {images} is not a multiple of --micro-batch {micro_batch}. Use one.")
     if count < ranks:
         raise UserError(
             f"--global-batch {images} has {count} micro-batches of --micro-batch {micro_batch}, too few for "

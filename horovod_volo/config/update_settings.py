@@ -153,7 +153,9 @@ def all_epochs(update: Update) -> int:
 class Exchange:
     """gradient allreduce"""
 
-    compression: Literal["none", "fp16"] = setting("fp16", "compression of gradients for the allreduce")
+    compression: Literal["none", "fp16"] = setting(
+        "fp16", "compression of gradients for the allreduce", idle=("with --reproducible",)
+    )
     bucket_mib: float = setting(25.0, "size of a gradient bucket, MiB", at_least=0.001)
     last_bucket_mib: float = setting(
         1.0, "size of the last bucket, which cannot overlap with backward, MiB", at_least=0.001

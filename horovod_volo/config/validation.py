@@ -73,9 +73,8 @@ def check(config: Config) -> None:
             "The learning rate is 0. Set --lr, or --lr-base for a global batch of --lr-base-size.",
         ),
         (
-            config.launch.elastic and config.chooses_model,
-            "--elastic needs a --recipe or --model: what is chosen for images and ranks must not change with "
-            "them.",
+            (config.launch.elastic or data.reproducible) and config.chooses_model,
+            "--elastic and --reproducible need a --recipe or --model: no choice may depend on ranks.",
         ),
         (
             update.shard_optimizer and update.clip_grad and update.clip_mode == "agc",

@@ -107,6 +107,7 @@ class Ledger(Callback):
     def begin(self, path: Path, start: LedgerStart, step: int, hosts: Sequence[str]) -> None:
         """Write which step the run has reached, and the earlier steps that the file lacks up to there."""
         self.start, self._file = start, self._file or AppendedFile(path)
+        self._may_write()
         if path.exists() and not self._file.lacks:
             _cut_damaged_end(path)
         records = read_ledger(path) if path.exists() else []

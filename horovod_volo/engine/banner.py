@@ -70,7 +70,8 @@ def settings_lines(
             sent = sum(message_bytes(bucket, config.exchange) for bucket in buckets) / 2**20
             training += f"; each rank sends {sent:.2f} MiB of gradients per step"
     if ranks > 1:
-        compression = {"none": "uncompressed", "fp16": "in fp16"}[config.exchange.compression]
+        kind = "integers" if config.data.reproducible else config.exchange.compression
+        compression = {"none": "uncompressed", "fp16": "in fp16", "integers": "as integers"}[kind]
         precision += f"; gradients exchanged {compression} in {len(buckets)} buckets"
     return {
         "model": f"{config.model.model}, {count:,} parameters, {config.model.img_size} px",

@@ -49,8 +49,6 @@ from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 from horovod_volo.plugins import check_names, load_plugins
 
-_LOCK_SECONDS = 120.0  # the lock of another host is watched for a while
-
 
 class Start(NamedTuple):
     """How a run begins. Ranks that take the place of others go on from a state in memory."""
@@ -127,7 +125,7 @@ def setup(
     else:
         warnings += restore_state(state, checkpoint, world)
 
-    begin_stage("opening the run folder", _LOCK_SECONDS)
+    begin_stage("opening the run folder", slow)  # later checkpoints may be read
     logger, lock = world.run_on_all_ranks(partial(_open_folder, plan, world, state.step, start.job))
 
     begin_stage("starting to read data")
@@ -152,10 +150,10 @@ def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[L
     try:
         lock = RunLock(folder, job)
         clean_up(folder / CHECKPOINTS)
-        later = find_later(checkpoint_path(folder / CHECKPOINTS, first_step))
-        if None in later.values():  # an intact one, of a run that ended when this one had chosen another
+        later = find_later(checkpoint_path(folder / CHECKPOINTS, first_step)).items()
+        if intact := [path for path, damage in later if not damage]:  # of a run that has ended meanwhile
             lock.close()
-            raise UserError(f"{max(later)} was saved while this run was starting. Start it again.")
+            raise UserError(f"{intact[-1]} was saved while this run was starting. Start it again.")
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
         # Other launchers prefix lines with the rank, which would break a progress line rewritten in place.
         live = world.launcher in ("none", OWN)

@@ -43,6 +43,9 @@ class RunLock:
 
     def check(self) -> None:
         """Raise UserError if another process has taken the lock: this one must not write any more."""
+        if not self._path.parent.exists():  # somebody removed the folder: it is made again
+            make_folder(self._path.parent)
+            self._take()
         owner = _read(self._path, missing={"id": ""})
         if owner is not None and not self._is_own(owner):
             raise UserError(

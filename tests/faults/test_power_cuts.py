@@ -120,7 +120,7 @@ def written(demo_images: Callable[[int, int], Path], tmp_path_factory: pytest.Te
     # Not with -m: the workers of a pack would import this program, and PyTorch with it.
     program = f"from tests.faults.test_power_cuts import write_all; write_all({str(folder)!r})"
     command = [sys.executable, "-c", program]
-    subprocess.run(command, env=environment(LD_PRELOAD=str(shim(folder))), check=True, timeout=120)
+    subprocess.run(command, env=environment(LD_PRELOAD=str(shim(folder))), check=True, timeout=600)
     return folder
 
 

@@ -63,12 +63,19 @@ def fp16_average(by_rank: Gradients) -> dict[str, Tensor]:
     return averages
 
 
-def reducer_of(parameters: dict[str, Tensor], micro_batches: int) -> ReproducibleReducer:
+def reducer_of(
+    parameters: dict[str, Tensor], micro_batches: int, *, loss_is_scaled: bool = False
+) -> ReproducibleReducer:
     network = nn.Module()
     for name, each in parameters.items():
         network.register_parameter(name.replace(".", "/"), nn.Parameter(each.clone()))
     return ReproducibleReducer(
-        network, World.single(), Exchange(), micro_batches=micro_batches, of_all_ranks=micro_batches
+        network,
+        World.single(),
+        Exchange(),
+        micro_batches=micro_batches,
+        of_all_ranks=micro_batches,
+        loss_is_scaled=loss_is_scaled,
     )
 
 
@@ -117,6 +124,21 @@ def test_an_overflow_is_seen_and_gives_the_next_step_more_range():
     (*_, outcome) = reducer.statistics.outcomes(of_all=True)
     assert "gradients are not finite" in outcome.fault()
     assert torch.allclose(step(reducer, [usual, usual])["other"], usual["other"], rtol=1e-3)
+
+
+def test_an_overflow_of_a_scaled_loss_is_left_to_the_gradient_scaler():
+    reducer = reducer_of({"weight": torch.ones(3)}, 1, loss_is_scaled=True)
+    for number in (torch.inf, 1.0, torch.inf, torch.inf, torch.inf):
+        found = step(reducer, [{"weight": 65536 * torch.tensor([number, 1.0, 0.0])}])
+        assert reducer.statistics.finite
+        assert bool(found["weight"].isfinite().all()) == (number == 1.0)
+
+
+def test_a_gradient_that_was_0_for_long_does_not_overflow():
+    reducer = reducer_of({"weight": torch.ones(3)}, 1)
+    for number in (1.0, *[0.0] * 1000, 1.0):
+        step(reducer, [{"weight": torch.tensor([number, 0.0, 0.0])}])
+        assert reducer.statistics.finite
 
 
 def test_the_norm_is_that_of_the_averages():

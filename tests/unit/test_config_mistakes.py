@@ -75,7 +75,7 @@ MISTAKES = [
     ("--lr-base 0", "The learning rate is 0. Set --lr, or --lr-base"),
     ("--shard-optimizer --clip-mode agc --clip-grad 1", "Use --clip-mode norm"),
     ("--model volo_d1 --elastic --shard-optimizer", "Drop --shard-optimizer, or --elastic"),
-    ("flowers --elastic --global-batch 64", "--elastic needs a --recipe or --model"),
+    ("flowers --elastic --global-batch 64", "--elastic and --reproducible need a --recipe or --model"),
     ("--horovod-autotune log", "HOROVOD_AUTOTUNE=1"),
     ("--input-size 1 96 96", "3 N N"),
     ("--model-kwargs drop_rate", "NAME=VALUE"),

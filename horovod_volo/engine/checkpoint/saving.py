@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from horovod_volo.cluster.world import AllRanksError
-from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.atomic_file import atomic_write, flush
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint import files
 from horovod_volo.engine.checkpoint.resuming import run_metadata
@@ -20,6 +20,7 @@ from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.task import Metrics, better_value
 from horovod_volo.models.build import spec_of
 from horovod_volo.models.weights_header import header_of, statistics_of_run
+from horovod_volo.monitor.logger import METRICS
 
 _EVALUATION = "evaluation.json"
 LONGEST_WRITE_SECONDS = 3600.0  # of a checkpoint, on a slow disk
@@ -117,6 +118,7 @@ def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
     if context.lock is not None:
         context.lock.check()
     try:
+        flush(context.folder / METRICS)  # the evaluation counts as logged from here on
         with atomic_write(checkpoint / _EVALUATION) as file:
             file.write(json.dumps(metrics).encode())
         if not best.exists() or _score(checkpoint, context) > _score(best, context):
