@@ -40,7 +40,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, unless they exist, so that their entries are on the disk."""
-    if not folder.is_dir():
+    if not folder.exists():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         flush(folder.parent)
