@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
 MAPS = "--token-label --token-label-data maps"
 # Settings that a setting requires.
 COMPANIONS = {
+    "reproducible": ["--global-batch", "64"],
     "mixup": ["--no-mix-token"],
     "cutmix": ["--no-mix-token"],
     "token_label_data": ["--token-label"],
