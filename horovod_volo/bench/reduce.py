@@ -34,13 +34,8 @@ from horovod_volo.models.build import build_model, spec_of
 
 OURS, LATE, BASELINE = "ours", "after backward", "no exchange"
 FP32, REPRODUCIBLE = "ours in fp32", "reproducible"
-PEERS = {
-    "stock": STOCK,
-    "ddp": DDP,
-    "late": LATE,
-    "fp32": FP32,
-    "reproducible": REPRODUCIBLE,
-}  # values of --against and names in figures
+# Values of --against, and names in figures.
+PEERS = {"stock": STOCK, "ddp": DDP, "late": LATE, "fp32": FP32, "reproducible": REPRODUCIBLE}
 _BACKWARD, _ALONE = "backward", "our exchange by itself"
 _COMPARED_STEPS = 3
 _TRIALS = 4

@@ -102,12 +102,17 @@ class Reducer:
         for reduction in self._reductions:
             reduction.finish()
         wait()
+        if self._loss_is_scaled:  # otherwise the statistics say it
+            self._spread_overflow()
         yield
         # Not before: if a rank is lost while updates are exchanged inside, the step is taken again.
         self.statistics.complete_step()
         self._update_scales()
         for reduction in self._reductions:
             reduction.reset()
+
+    def _spread_overflow(self) -> None:
+        """Let the gradients of all ranks show an overflow of any rank: averages of all of them do."""
 
     def _update_scales(self) -> None:
         if self.statistics.finite:

@@ -13,8 +13,7 @@ scale has more range.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -244,13 +243,9 @@ class ReproducibleReducer(Reducer):
     def _update_scales(self) -> None:
         self.scales.update()
 
-    @contextmanager
-    def synchronized_gradients(self) -> Iterator[None]:
-        with super().synchronized_gradients():
-            if self._loss_is_scaled:  # the gradient scaler must see an overflow
-                for gradients in self.local_gradients:
-                    gradients[:1] += self.scales.overflow
-            yield
+    def _spread_overflow(self) -> None:
+        for gradients in self.local_gradients:
+            gradients[:1] += self.scales.overflow
 
     def global_grad_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of all gradients, whose squares are added as integers. Collective."""

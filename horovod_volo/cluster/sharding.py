@@ -46,8 +46,6 @@ class ShardedReducer(Reducer):
     def synchronized_gradients(self) -> Iterator[None]:
         """Inside, local gradients are averaged over ranks; afterwards all weights are updated. Collective."""
         with super().synchronized_gradients():
-            if self._loss_is_scaled:  # otherwise the statistics say it
-                self._spread_overflow()
             yield
             waits = [
                 self._world.collectives.allgather_async(shard.weights, f"weights.{number}")

@@ -86,7 +86,7 @@ def rank_indices(
     rank: int,
     size: int,
     global_batch: int,
-    accumulation: int = 1,
+    accumulation: int,
     micro_batch: int = 0,
 ) -> list[NDArray[np.int64]]:
     """Return the images of this rank in a step, an array for each micro-batch.
