@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.cluster.step_statistics import Outcome, checksums
+from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.sampler import epoch_order
 from horovod_volo.engine.callbacks import STANDARD, Callback
@@ -86,8 +87,7 @@ class Ledger(Callback):
             # Other tasks do not read them.
             balance=(data.balance or data.aug_repeats) if run.config.model.task == "classification" else 0.0,
         )
-        if run.lock is not None:
-            self._may_write = run.lock.check
+        self._may_write = run.may_write
         if run.world.is_rank_zero:
             self.begin(run.folder / LEDGER, self.start, run.step, run.hosts)
 
@@ -106,10 +106,10 @@ class Ledger(Callback):
 
     def begin(self, path: Path, start: LedgerStart, step: int, hosts: Sequence[str]) -> None:
         """Write which step the run has reached, and the earlier steps that the file lacks up to there."""
-        self.start, self._file = start, self._file or AppendedFile(path)
+        self.start, self._file = start, self._file or AppendedFile(path, may_write=self._may_write)
         self._may_write()
         if path.exists() and not self._file.lacks:
-            _cut_damaged_end(path)
+            _drop_damaged_end(path)
         records = read_ledger(path) if path.exists() else []
         last: dict[str, Any] = records[-1] if records else {"step": 0}
         recorded = last["steps"][1] if "steps" in last else last["step"]
@@ -140,18 +140,17 @@ class Ledger(Callback):
 
     def _append(self, text: str) -> None:
         if self._file is not None:
-            self._may_write()
             with contextlib.suppress(OSError):  # it is kept; the logger says that the disk is full
                 self._file.append(text.encode())
 
 
-def _cut_damaged_end(path: Path) -> None:
+def _drop_damaged_end(path: Path) -> None:
     """Drop what follows the first damaged line since the last start: a power cut may leave gaps there."""
-    with path.open("r+b") as file:
-        lines = file.readlines()
-        start = max((number for number, line in enumerate(lines) if b'"hosts"' in line), default=0)
-        intact = takewhile(lambda line: line.endswith(b"\n") and _parsed(line), lines[start:])
-        file.truncate(sum(map(len, chain(lines[:start], intact))))
+    lines = path.read_bytes().splitlines(keepends=True)
+    start = max((number for number, line in enumerate(lines) if b'"hosts"' in line), default=0)
+    intact = takewhile(lambda line: line.endswith(b"\n") and _parsed(line), lines[start:])
+    with atomic_write(path) as file:  # a new file, as AppendedFile.renew has it
+        file.writelines(chain(lines[:start], intact))
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:

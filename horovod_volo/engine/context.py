@@ -126,6 +126,11 @@ class TrainContext:
         """Print lines and append them to log.txt, on rank 0."""
         self.logger.log(*lines)
 
+    def may_write(self) -> None:
+        """Raise UserError if another process has taken over the run folder."""
+        if self.lock is not None:
+            self.lock.check()
+
     def request_stop(self) -> None:
         """Ask all ranks to save a checkpoint after the next step, or after this evaluation, and to stop."""
         self.stop.received = True

@@ -82,9 +82,11 @@ class Logger:
 class AppendedFile:
     """A file that is appended to. What cannot be written now is kept, and written with what comes next."""
 
-    def __init__(self, path: Path, header: bytes = b"") -> None:
-        """`header` is what a new file begins with."""
-        self.path, self._header = path, header
+    def __init__(
+        self, path: Path, header: bytes = b"", may_write: Callable[[], object] = lambda: None
+    ) -> None:
+        """`header` is what a new file begins with; `may_write` raises an error if this process must not."""
+        self.path, self._header, self._may_write = path, header, may_write
         self._kept = bytearray()
 
     @property
@@ -92,16 +94,20 @@ class AppendedFile:
         """Return the number of bytes that are not in the file yet."""
         return len(self._kept)
 
-    def end_line(self) -> None:
-        """End a line that an earlier process wrote in part, before what is appended next."""
-        if self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n"):
-            self._kept += b"\n"
+    def renew(self) -> None:
+        """Put a copy with a whole last line in the file's place: late writes go to the file of before."""
+        if self.path.exists():
+            content = self.path.read_bytes()
+            with atomic_write(self.path) as file:
+                file.write(content if content[-1:] in (b"", b"\n") else content + b"\n")
 
     def append(self, content: bytes) -> None:
         """Append; raise OSError if that is not possible now. A file that was removed is made again."""
+        self._may_write()
         self._kept += content
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab", buffering=0) as file:
+            self._may_write()  # since the file is open: whoever takes the run folder over renews it
             if not file.tell():
                 self._kept[:0] = self._header
             while self._kept:

@@ -52,11 +52,12 @@ class RunLogger(Logger):
         drop_records_after(folder / METRICS, length.first_step)
         earlier = read_metrics(folder / METRICS)
         self._board = Board(earlier)
-        self._metrics = AppendedFile(folder / METRICS)
-        self._log = AppendedFile(folder / "log.txt")
-        self._log.end_line()
-        self._events = AppendedFile(_event_file(folder), charts.file_start(length.first_step + 1))
-        self._other_axes = AppendedFile(_event_file(folder / OTHER_AXES), all_other_axes(earlier))
+        self._metrics = AppendedFile(folder / METRICS, may_write=may_write)
+        self._log = AppendedFile(folder / "log.txt", may_write=may_write)
+        self._log.renew()
+        start, axes = charts.file_start(length.first_step + 1), all_other_axes(earlier)
+        self._events = AppendedFile(_event_file(folder), start, may_write)
+        self._other_axes = AppendedFile(_event_file(folder / OTHER_AXES), axes, may_write)
         self._files = (self._metrics, self._log, self._events, self._other_axes)
         self._failed = False  # whether the last write did
         for file in self._files:
@@ -130,7 +131,6 @@ class RunLogger(Logger):
         self._append(self._events, self._board.scalars(kind, step, values))
 
     def _append(self, file: AppendedFile, content: bytes) -> None:
-        self._may_write()
         try:
             file.append(content)
         except OSError as error:

@@ -105,6 +105,24 @@ def test_a_step_saved_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     assert not (again / "evaluation.json").exists()  # it was of the replaced weights
 
 
+@pytest.mark.parametrize("check", [2, 3])
+def test_a_process_that_is_taken_over_between_its_check_and_a_rename_publishes_nothing(
+    check: int, tmp_path: Path
+) -> None:
+    save(tmp_path, 1)
+    checks = list[bool]()
+
+    def taken_over() -> None:
+        checks.append(True)
+        if len(checks) == check:  # the process was stopped after this check
+            clean_up(tmp_path / "checkpoints")
+
+    with pytest.raises(UserError, match="could not be written"):
+        write_checkpoint(tmp_path / "checkpoints", 2, {"model": {}}, {}, taken_over)
+    assert (tmp_path / "checkpoints" / "last").resolve().name == "step_00000001"
+    assert names(tmp_path) == ["last", "step_00000001", *["step_00000002"] * (check == 3)]
+
+
 def test_a_run_without_a_whole_checkpoint_has_none(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / ".step_00000001.partial").mkdir(parents=True)
     for where in ("nowhere", ".", "run"):

@@ -97,6 +97,20 @@ def test_the_times_of_all_ranks_are_written_at_once(tmp_path: Path, monkeypatch:
         assert events(tmp_path, f"rank data/{rank:03}_{hosts[rank]}") == [(5, rank / 16)]
 
 
+def test_a_process_that_is_taken_over_while_it_appends_writes_into_the_file_of_before(tmp_path: Path) -> None:
+    late, checks = AppendedFile(tmp_path / "log.txt"), list[bool]()
+    late.append(b"a line that is written in pa")
+
+    def taken_over() -> None:
+        checks.append(True)
+        if len(checks) == 2:  # the process was stopped after this check
+            AppendedFile(late.path).renew()
+
+    late._may_write = taken_over
+    late.append(b"rt\n")
+    assert late.path.read_bytes() == b"a line that is written in pa\n"
+
+
 def test_a_resume_drops_later_records(tmp_path: Path) -> None:
     first = RunLogger(tmp_path, RunLength(0, 10, 10, 1))
     train(first, 1, 2, loss=1.0)

@@ -65,13 +65,12 @@ def write_checkpoint(
         for record in folder.parent.glob("*.jsonl"):  # a run must not resume after steps that they lack
             flush(record)
         flush(folder.parent)
-        may_write()
+        may_write()  # since the folder exists: whoever takes the run folder over removes it
         if final.exists():  # this step was saved before the run resumed from an earlier one
             final.replace(replaced)
         partial.replace(final)
         flush(folder)
-        may_write()
-        update_link(folder / "last", final)
+        update_link(folder / "last", final, may_write)
         shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -84,7 +83,9 @@ def write_checkpoint(
 
 def clean_up(folder: Path) -> None:
     """Remove what a killed process left half written, and put back what it was about to replace."""
-    for interrupted in folder.glob(".step_*.partial"):
+    for interrupted in folder.glob(".*.partial"):
+        if interrupted.is_symlink():
+            interrupted.unlink()
         shutil.rmtree(interrupted, ignore_errors=True)
     for replaced, final in _replaced(folder).items():
         if final.exists():
@@ -103,11 +104,11 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08}"
 
 
-def update_link(link: Path, checkpoint: Path) -> None:
+def update_link(link: Path, checkpoint: Path, may_write: Callable[[], object] = lambda: None) -> None:
     """Make `link` point to a checkpoint in the same folder, atomically and on the disk."""
-    partial = link.with_name(f".{link.name}.partial")
-    partial.unlink(missing_ok=True)
+    partial = link.with_name(f".{link.name}.{uuid4().hex}.partial")
     partial.symlink_to(checkpoint.name)
+    may_write()
     partial.replace(link)
     flush(link.parent)
 

@@ -79,7 +79,6 @@ def divergence(context: TrainContext, last: int) -> AllRanksError:
 def _checkpoint_writer(context: TrainContext) -> Callable[[files.StateDicts], list[str]]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, config = context.checkpoint_folder, context.state.step, context.config
-    may_write = context.lock.check if context.lock is not None else lambda: None
     metadata = run_metadata(config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
     statistics = statistics_of_run(config.data, config.model.model)
@@ -90,8 +89,8 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[files.StateDicts], li
         for name, tensor in chain(*(named.items() for named in tensors.values())):
             if not tensor.isfinite().all():  # gradients that are not finite have reached the weights by now
                 raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
-        saved = files.write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
-        may_write()  # the next owner of the folder may have later checkpoints
+        saved = files.write_checkpoint(folder, step, tensors, metadata, context.may_write, header=header)
+        context.may_write()  # the next owner of the folder may have later checkpoints
         return files.delete_old_checkpoints(saved, config.run.keep_checkpoints)
 
     return write
@@ -115,14 +114,13 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
     checkpoint, best = _current_checkpoint(context), context.checkpoint_folder / "best"
-    if context.lock is not None:
-        context.lock.check()
+    context.may_write()
     try:
         flush(context.folder / METRICS)  # the evaluation counts as logged from here on
         with atomic_write(checkpoint / _EVALUATION) as file:
             file.write(json.dumps(metrics).encode())
         if not best.exists() or _score(checkpoint, context) > _score(best, context):
-            files.update_link(best, checkpoint)
+            files.update_link(best, checkpoint, context.may_write)
     except OSError as error:
         raise UserError(
             f"The evaluation of {checkpoint} could not be written: {error.strerror}. Checkpoints are intact: "
