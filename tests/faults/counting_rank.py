@@ -253,17 +253,16 @@ def noting(folder: Path) -> None:
     def noted(write: Any, name: Any) -> Any:
         def writing(*arguments: Any) -> Any:
             began = time.monotonic()
-            try:
-                return write(*arguments)
-            finally:
-                note(folder, "write", time=began, file=name(*arguments))
+            result = write(*arguments)  # it raises an error if this process must not
+            note(folder, "write", time=began, file=name(*arguments))
+            return result
 
         return writing
 
     RunLock.__init__, RunLock.close = taking, closing
     files.write_checkpoint = writing
     AppendedFile.append = noted(AppendedFile.append, lambda file, _: file.path.name)
-    files.update_link = noted(files.update_link, lambda link, _: link.name)
+    files.update_link = noted(files.update_link, lambda link, *_: link.name)
     files.delete_old_checkpoints = noted(files.delete_old_checkpoints, lambda *_: "old checkpoints")
 
 
