@@ -1,6 +1,6 @@
 """Starts counting ranks as horovodrun would: passes on what they exchange and, if elastic, gives out ranks.
 
-    python -m tests.faults.counting_launcher FOLDER HOST,HOST... elastic|fixed ARGUMENTS...
+    python -m tests.faults.counting_launcher FOLDER HOST,HOST... ARGUMENTS...
 
 One thread, so that ranks can be forked from it. Commands come on the standard input, one a line: `hosts A,B`
 changes the hosts, `cut A SECONDS` keeps the connections of a host waiting.
@@ -50,8 +50,9 @@ class DriverRequest(BaseHTTPRequestHandler):
 class CountingLauncher:
     """The ranks of a run, one on each host, of which 1, 2 or 4 train."""
 
-    def __init__(self, folder: Path, hosts: list[str], elastic: bool, arguments: list[str]) -> None:
-        self.folder, self.hosts, self.elastic, self.arguments = folder, hosts, elastic, arguments
+    def __init__(self, folder: Path, hosts: list[str], arguments: list[str]) -> None:
+        self.folder, self.hosts, self.arguments = folder, hosts, arguments
+        self.elastic = "--elastic" in arguments
         self.processes: dict[str, int] = {}  # that have not ended, and are not given up, by host
         self.members: list[str] = []  # hosts, by rank
         self.asked: dict[str, socket.socket] = {}  # hosts that wait for a rank
@@ -73,7 +74,7 @@ class CountingLauncher:
         self.http.shutdown_request = self.http.close_request  # an answer may come later
         ports = {"HUB": self.hub.address[1], "HOROVOD_GLOO_RENDEZVOUS_PORT": self.http.server_port}
         os.environ.update({name: str(port) for name, port in ports.items()})
-        os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_ELASTIC=str(int(elastic)))
+        os.environ.update(HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1", HOROVOD_ELASTIC=str(int(self.elastic)))
 
     def run(self) -> int:
         """Return when no process is left that was not given up."""
@@ -261,5 +262,5 @@ def respond(connection: socket.socket, value: bytes | None) -> None:
 
 
 if __name__ == "__main__":
-    target, names, kind, *given = sys.argv[1:]
-    os._exit(CountingLauncher(Path(target), names.split(","), kind == "elastic", given).run())
+    target, names, *given = sys.argv[1:]
+    os._exit(CountingLauncher(Path(target), names.split(","), given).run())

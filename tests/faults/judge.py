@@ -6,11 +6,13 @@ of samples by itself, and shares no code with the doctor's check of the ledger.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,9 +52,7 @@ class History(NamedTuple):
 
     plan: RunPlan
     states: Sequence[str]  # hashes of the state after each step of an undisturbed run; empty: not compared
-    events: list[
-        dict[str, Any]
-    ]  # with `event`, `time` and `process`; tests/faults/counting_rank.py notes them
+    events: list[dict[str, Any]]  # with `event`, `time` and `process`, as counting_rank.py notes them
     ledger: list[dict[str, Any]]
     metrics: list[int]  # steps of the log points in metrics.jsonl
     log: list[str]  # lines of log.txt
@@ -65,27 +65,19 @@ def read_history(
 ) -> History:
     """Read what the starts of a run have left in a folder, the run's own in runs/run."""
     run = folder / "runs" / "run"
-    lines = {
-        name: (run / name).read_text().splitlines() for name in ("ledger.jsonl", "metrics.jsonl", "log.txt")
-    }
-    events = sorted(
-        parsed((folder / "history.jsonl").read_text().splitlines()), key=lambda each: each["time"]
-    )
-    metrics = [each["step"] for each in parsed(lines["metrics.jsonl"]) if "lr" in each]
+    events = sorted(parsed(folder / "history.jsonl"), key=lambda each: each["time"])
+    metrics = [each["step"] for each in parsed(run / "metrics.jsonl") if "lr" in each]
+    ledger, log = parsed(run / "ledger.jsonl"), (run / "log.txt").read_text().splitlines()
     output = "\n".join(file.read_text(errors="replace") for file in sorted(folder.glob("output*")))
-    return History(
-        plan, states, events, parsed(lines["ledger.jsonl"]), metrics, lines["log.txt"], checkpoints, output
-    )
+    return History(plan, states, events, ledger, metrics, log, checkpoints, output)
 
 
-def parsed(lines: list[str]) -> list[dict[str, Any]]:
-    """Return the records of lines, without those that a killed process wrote in part."""
-    found = []
-    for line in lines:
-        try:
+def parsed(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file, without those that a killed process wrote in part."""
+    found: list[Any] = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with contextlib.suppress(ValueError):
             found.append(json.loads(line))
-        except ValueError:
-            continue
     return [each for each in found if isinstance(each, dict)]
 
 
@@ -149,10 +141,7 @@ def _steps(history: History) -> Iterator[str]:
             reached[place] = each["step"]
             taken[each["set"], each["step"]].append(each["samples"])
     for (name, step), by_rank in taken.items():
-        found, expected = (
-            Counter(sample for samples in by_rank for sample in samples),
-            Counter(plan.samples(step)),
-        )
+        found, expected = Counter(chain.from_iterable(by_rank)), Counter(plan.samples(step))
         if twice := sorted((found - expected).elements()):
             yield f"step {step}: samples {twice} are taken twice, or are of another step"
         if len(by_rank) == ranks[name] and (left := sorted((expected - found).elements())):

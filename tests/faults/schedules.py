@@ -70,24 +70,10 @@ class SmallRun:
 
     def launch(self, machine: str = "here") -> subprocess.Popen[bytes]:
         """Start the launcher, on some machine as far as the lock knows."""
-        hosts, kind = ",".join(HOSTS[: self.schedule.ranks]), "elastic" if self.schedule.elastic else "fixed"
-        flags = [*SETTINGS, "--output", str(self.runs), *(["--elastic"] if self.schedule.elastic else [])]
-        command = [
-            *fork(),
-            "-m",
-            "tests.faults.counting_launcher",
-            str(self.folder),
-            hosts,
-            kind,
-            "numbers",
-            *flags,
-        ]
-        variables = {
-            "MACHINE": machine,
-            "STEP_SECONDS": "0.02",
-            "OMP_NUM_THREADS": "1",
-            "HOROVOD_START_TIMEOUT": "2",
-        }
+        hosts, elastic = ",".join(HOSTS[: self.schedule.ranks]), ["--elastic"] * self.schedule.elastic
+        flags = ["numbers", *SETTINGS, "--output", str(self.runs), *elastic]
+        command = [*fork(), "-m", "tests.faults.counting_launcher", str(self.folder), hosts, *flags]
+        variables = {"MACHINE": machine, "OMP_NUM_THREADS": "1", "HOROVOD_START_TIMEOUT": "2"}
         with (self.folder / f"output.{len(self.launchers):02}").open("wb") as output:
             streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
             launcher = subprocess.Popen(command, env=os.environ | variables, **streams)
@@ -96,14 +82,7 @@ class SmallRun:
 
     def events(self, event: str) -> list[dict[str, Any]]:
         """Return the events of a kind so far."""
-        file = self.folder / "history.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [each for each in parsed(lines) if each["event"] == event]
-
-    def begun(self) -> int:
-        """Return how many ranks have begun to train so far."""
-        file = self.folder / "history.jsonl"
-        return file.read_bytes().count(b'"started"') if file.exists() else 0
+        return [each for each in parsed(self.folder / "history.jsonl") if each["event"] == event]
 
     def ranks(self) -> list[int]:
         """Return the processes of the newest ranks that are left, rank 0 first."""
@@ -117,10 +96,10 @@ class SmallRun:
         for number in range(_STARTS):
             if number >= len(self.schedule.starts):
                 self.wait()
-            begun, launcher = self.begun(), self.launch()
+            begun, launcher = len(self.events("started")), self.launch()
             faults = self.schedule.starts[number] if number < len(self.schedule.starts) else []
             limit = time.monotonic() + _SECONDS
-            while faults and self.begun() == begun and launcher.poll() is None:
+            while faults and len(self.events("started")) == begun and launcher.poll() is None:
                 assert time.monotonic() < limit, f"it does not begin\n{self.output()}"
                 time.sleep(0.02)
             began = time.monotonic()
@@ -139,11 +118,8 @@ class SmallRun:
     def happen(self, fault: Fault, launcher: subprocess.Popen[bytes]) -> None:
         """Let a fault happen."""
         chance, ranks = random.Random(fault.chance), self.ranks()
-        one, host, kind = (
-            chance.choice([ranks[0], ranks[-1]]),
-            chance.choice(HOSTS[: self.schedule.ranks]),
-            fault.kind,
-        )
+        one, host = chance.choice([ranks[0], ranks[-1]]), chance.choice(HOSTS[: self.schedule.ranks])
+        kind = fault.kind
         if kind in ("kill", "stop"):
             number = signal.SIGKILL if kind == "kill" else chance.choice([signal.SIGTERM, signal.SIGUSR1])
             os.kill(one, number)

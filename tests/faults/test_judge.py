@@ -56,11 +56,8 @@ def resumed_from_older(history: History) -> History:
 def two_writers(history: History) -> History:
     """Let the first process write again after the second one has taken the lock."""
     first, second, *_ = (number for number, each in enumerate(history.events) if each["event"] == "lock")
-    written = history.events[second] | {
-        "event": "write",
-        "file": "log.txt",
-        "process": history.events[first]["process"],
-    }
+    owner, event = history.events[first]["process"], history.events[second]
+    written = event | {"event": "write", "file": "log.txt", "process": owner}
     return history._replace(events=[*history.events[: second + 1], written, *history.events[second + 1 :]])
 
 
@@ -73,6 +70,10 @@ def with_newest(**states: str) -> Forgery:
         return history._replace(checkpoints=others | dict.fromkeys([newest] * len(states), *states.values()))
 
     return forged
+
+
+def with_first_points(*steps: int) -> Forgery:
+    return lambda history: history._replace(metrics=[*steps, *history.metrics[2:]])
 
 
 def logged_again(history: History) -> History:
@@ -117,16 +118,8 @@ LIES: list[tuple[str, Forgery, str]] = [
     ("other weights in a folder", with_newest(state="0"), "does not hold the state"),
     ("done too early", done_early, "said to be done"),
     ("done without the last checkpoint", done_unsaved, "exit status 0"),
-    (
-        "log points out of order",
-        lambda history: history._replace(metrics=[2, 1, *history.metrics[2:]]),
-        "step 1 follows step 2",
-    ),
-    (
-        "a log point missing",
-        lambda history: history._replace(metrics=[1, *history.metrics[2:]]),
-        r"\[2\] are missing",
-    ),
+    ("log points out of order", with_first_points(2, 1), "step 1 follows step 2"),
+    ("a log point missing", with_first_points(1), r"\[2\] are missing"),
     ("a log line twice", logged_again, "nothing was started in between"),
     ("a stop that saved nothing", stopped_unsaved, "is of no stop"),
     ("a crash", of("exit", 0, lambda _: {"status": -11}), "is not documented"),
