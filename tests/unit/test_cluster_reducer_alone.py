@@ -147,7 +147,8 @@ def test_scaling_rounds_once(types: tuple[torch.dtype, torch.dtype], factor: flo
 def test_one_backward_pass_too_many_is_an_error(micro_batches: int) -> None:
     model = SmallNetwork()
     model.unused.requires_grad_(False)
-    reducer = Reducer(model, World.single(), Exchange(), micro_batches=micro_batches)
+    settings = Exchange(bucket_mib=300 / 2**20)
+    reducer = Reducer(model, World.single(), settings, micro_batches=micro_batches)
     for number in range(micro_batches):
         loss(model, number).backward()  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match="more backward passes than the reducer was built for"):

@@ -127,7 +127,7 @@ def test_mistakes_in_a_recipe(text: str, said: str, tmp_path: Path) -> None:
     assert path in message
 
 
-# The function of each command, and a command line that it accepts, or that lacks the flag in question.
+# The function of each command, and the arguments before the flags in question.
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "evaluate": (evaluate.main, "images --weights run"),
     "evaluate images": (evaluate.main, "images"),

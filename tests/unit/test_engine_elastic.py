@@ -82,8 +82,7 @@ def test_formations_without_a_step_are_counted_and_end_the_run() -> None:
             elastic.find_newest(World.single())
         run.step()
         elastic.ranks_lost(run.context)  # a step in between: the count begins again
-        newest = elastic.find_newest(World.single())
-        assert newest.in_vain == 0
+        assert elastic.find_newest(World.single()).in_vain == 0
 
 
 def test_a_state_that_is_loaded_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,8 +103,7 @@ def test_a_state_that_is_loaded_in_part_is_not_kept(monkeypatch: pytest.MonkeyPa
         assert elastic.resumes
         restore_state(state, checkpoint, World.single(), step=2)
         elastic.ranks_lost(run.context)
-        newest = elastic.find_newest(World.single())
-        assert newest.step == 2
+        assert elastic.find_newest(World.single()).step == 2
 
 
 def lost_rank(*_: object) -> None:
