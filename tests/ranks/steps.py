@@ -46,7 +46,10 @@ class Steps:
     def __call__(self, world: World) -> dict[str, Any]:
         """Take the steps; return the last gradients, and what they led to."""
         torch.manual_seed(0)
+        counted = CountedCollectives(world)
+        world = replace(world, collectives=counted)
         model = build_model("volo_demo", img_size=SIDE, num_classes=CLASSES, drop_path=0.0).eval()
+        model = model.to(memory_format=torch.channels_last)
         images, classes = torch.randn(IMAGES, 3, SIDE, SIDE), torch.randint(CLASSES, (IMAGES,))
         if self.double:
             model, images = model.double(), images.double()
@@ -88,7 +91,9 @@ class Steps:
                 scaler.step(optimizer)
             scaler.update()
         state, keys = state_tensors(optimizer, reducer.local_parameters), OPTIMIZERS.find(self.opt).state_keys
+        counted.calls = 0
         saved = {name: tensor.clone() for name, tensor in reducer.gather_optimizer_state(state, keys).items()}
+        messages_of_state = counted.calls
         restored = state_tensors(self._new_optimizer(world, model, reducer), reducer.local_parameters)
         reducer.scatter_optimizer_state(restored, keys, saved if world.rank == 0 else {})
         return {
@@ -99,6 +104,7 @@ class Steps:
             "buckets": len(reducer.buckets),
             "state_elements": sum(tensor.numel() for tensor in state.values() if tensor.ndim),
             "state": saved,
+            "messages_of_state": messages_of_state,
             "restored": all(torch.equal(restored[name], tensor) for name, tensor in state.items()),
         }
 

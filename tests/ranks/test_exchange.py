@@ -191,6 +191,7 @@ def test_a_sharded_optimizer_gives_the_same_weights(launch, ranks, start_with, c
     elements = [rank["state_elements"] for rank in sharded]
     assert sum(elements) == plain[0]["state_elements"]
     assert max(elements) <= 1.02 * sum(elements) / ranks
+    assert sharded[0]["messages_of_state"] == sharded[0]["buckets"] > 2
 
 
 @pytest.mark.parametrize("case", ONE_PARAMETERS, ids=["adamw", "sgd"])

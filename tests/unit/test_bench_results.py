@@ -13,15 +13,7 @@ import torch
 
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench.comparison import PairedTimes, WrongResultError, alternate, assert_agree
-from horovod_volo.bench.results import (
-    Figure,
-    Result,
-    append,
-    lines,
-    markdown,
-    read_records,
-    record_of,
-)
+from horovod_volo.bench.results import Figure, Result, append, lines, markdown, read_records, record_of
 from horovod_volo.bench.simulate import (
     FABRICS,
     Fabric,
@@ -35,8 +27,6 @@ from horovod_volo.bench.simulate import (
     tree_seconds,
 )
 from horovod_volo.core.errors import UserError
-
-CPU = torch.device("cpu")
 
 
 def test_sides_take_turns_in_being_first() -> None:
@@ -161,7 +151,9 @@ def test_every_gradient_is_ready_within_backward() -> None:
 
 
 def test_the_command_reports_efficiencies(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "simulate --models volo_d1 --fabrics h200-ndr --img-size 32 --ranks 8 256 --json"
-    assert command_line.main(words.split()) == 0
-    few, many = (figure["value"] for figure in json.loads(capsys.readouterr().out)["figures"])
+    words = "simulate --models volo_d1 --fabrics h200-ndr --img-size 32 --ranks 8 256"
+    assert command_line.main([*words.split(), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["command"] == f"python -m horovod_volo.bench {words}"
+    few, many = (figure["value"] for figure in record["figures"])
     assert 80 < many < few < 100

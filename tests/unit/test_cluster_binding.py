@@ -1,10 +1,9 @@
 """The CPUs, GPU and NIC of each rank: on real machines by hand, and the properties on random machines."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 import pytest
 from topologies_on_disk import host_of
@@ -49,9 +48,6 @@ LAUNCHES = {
     ),
     "fewer GPUs than ranks are not assigned": LaunchCase(
         "container", 3, "0-7,32-39 8-15,40-47 16-31,48-63", gpus="- - -", visible=(0, 1)
-    ),
-    "one rank that sees one GPU has the node for itself": LaunchCase(
-        "dgx_a100", 1, "112-127,240-255", visible=(5,)
     ),
     "mode core takes one thread of each core": LaunchCase(
         "dgx_a100", 8, "48-55 56-63 16-23 24-31 112-119 120-127 80-87 88-95", [8] * 8, mode="core"
@@ -121,19 +117,9 @@ def test_each_rank_has_what_is_near_its_gpu(launch: LaunchCase) -> None:
 def bindings(launch: LaunchCase) -> list[Binding]:
     host = host_of(launch.machine)
     allowed = frozenset(cpu_list(launch.allowed)) if launch.allowed else every_cpu(host)
-    return [
-        plan_binding(
-            host,
-            LaunchedRank(
-                local_rank=rank,
-                local_size=launch.ranks,
-                allowed_cpus=allowed,
-                visible_gpus=(rank,) if launch.each_sees_one else launch.visible,
-            ),
-            launch.mode,
-        )
-        for rank in range(launch.ranks)
-    ]
+    visible = [(rank,) if launch.each_sees_one else launch.visible for rank in range(launch.ranks)]
+    launched = [LaunchedRank(rank, launch.ranks, allowed, 0, gpus) for rank, gpus in enumerate(visible)]
+    return [plan_binding(host, rank, launch.mode) for rank in launched]
 
 
 def every_cpu(host: Host) -> frozenset[int]:
@@ -150,12 +136,14 @@ def test_if_the_node_of_one_gpu_is_unknown_all_ranks_are_distributed() -> None:
 
 
 @pytest.mark.parametrize("mode", ["numa", "core", "none"])
-def test_cpus_bound_by_the_launcher_are_not_changed(mode: str) -> None:
+@pytest.mark.parametrize("ranks_bound_here", [1, 2])
+def test_cpus_bound_by_the_launcher_are_not_changed(ranks_bound_here: int, mode: str) -> None:
+    """The ranks of a socket share its threads."""
     host = host_of("dgx_a100")
-    rank = LaunchedRank(4, 8, frozenset(cpu_list("16-23,144-147")), ranks_bound_here=1)
+    rank = LaunchedRank(4, 8, frozenset(cpu_list("16-23,144-147")), ranks_bound_here)
     binding = plan_binding(host, rank, mode)
     assert cpu_ranges(binding.cpus) == "16-23,144-147"
-    assert binding.threads == 12
+    assert binding.threads == 12 // ranks_bound_here
     assert (binding.gpu, binding.nic and binding.nic.name) == (host.gpus[4], "mlx5_6")
     assert bool(binding.warnings) == (mode != "none")
 
@@ -173,23 +161,19 @@ def test_allowed_cpus_that_sys_does_not_list_are_used(machine: str, mode: str) -
 
 def random_host(draw: random.Random) -> Host:
     """Return a machine of up to 5 nodes, not all with CPUs, with its threads numbered in either order."""
-    threads_per_core = draw.choice((1, 2))
+    threads = draw.choice((1, 2))
     sizes = [draw.choice((0, 1, 2, 3, 5, 8)) for _ in range(draw.randint(1, 5))]
     sizes[draw.randrange(len(sizes))] = draw.randint(1, 9)
     count = sum(sizes)
     neighbours = draw.random() < 0.5
-    cores: list[tuple[int, ...]] = []
-    nodes: dict[int, tuple[int, ...]] = {}
-    for node, size in enumerate(sizes):
-        of_node = [
-            tuple(
-                core * threads_per_core + thread if neighbours else core + thread * count
-                for thread in range(threads_per_core)
-            )
-            for core in range(len(cores), len(cores) + size)
-        ]
-        cores += of_node
-        nodes[node] = tuple(sorted(cpu for core in of_node for cpu in core))
+    cores = [
+        tuple(
+            range(threads * core, threads * (core + 1)) if neighbours else range(core, threads * count, count)
+        )
+        for core in range(count)
+    ]
+    of_nodes = [cores[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    nodes = {node: tuple(sorted(chain(*of_node))) for node, of_node in enumerate(of_nodes)}
     far = {one: {other: 10 + 10 * abs(one - other) for other in nodes} for one in nodes}
     nodes_known = draw.random() < 0.8
     gpus = []
@@ -217,32 +201,26 @@ def random_launch(draw: random.Random, host: Host) -> list[LaunchedRank]:
         cpus = draw.sample(cpus, draw.randint(1, len(cpus)))
     allowed, gpus = frozenset(cpus), len(host.gpus)
     if gpus > 1 and draw.random() < 0.25:
-        return [
-            LaunchedRank(local_rank=r, local_size=gpus, allowed_cpus=allowed, visible_gpus=(r,))
-            for r in range(gpus)
-        ]
+        return [LaunchedRank(rank, gpus, allowed, visible_gpus=(rank,)) for rank in range(gpus)]
     ranks = draw.randint(1, 9)
     shown = draw.sample(range(gpus), draw.randint(0, gpus))
     # That all ranks see the same one of several GPUs is not supported: no rank can know what the others see.
     visible = None if draw.random() < 0.5 or len(shown) == 1 < ranks else tuple(shown)
-    return [
-        LaunchedRank(local_rank=r, local_size=ranks, allowed_cpus=allowed, visible_gpus=visible)
-        for r in range(ranks)
-    ]
+    return [LaunchedRank(rank, ranks, allowed, visible_gpus=visible) for rank in range(ranks)]
 
 
-def random_machines() -> Iterator[tuple[int, Host, list[LaunchedRank]]]:
+def random_machines() -> Iterator[tuple[int, Host, list[LaunchedRank], list[Binding]]]:
     for seed in range(250):
         draw = random.Random(seed)
         host = random_host(draw)
-        yield seed, host, random_launch(draw, host)
+        launched = random_launch(draw, host)
+        yield seed, host, launched, [plan_binding(host, rank) for rank in launched]
 
 
 def test_ranks_divide_the_allowed_cores_of_their_nodes() -> None:
     """Cores are not divided, are shared only where there are too few, and none of a rank's node is unused."""
     shared = 0
-    for seed, host, launched in random_machines():
-        planned = [plan_binding(host, rank) for rank in launched]
+    for seed, host, launched, planned in random_machines():
         used = {cpu for binding in planned for cpu in binding.cpus}
         homes = [set(cpus) for cpus in host.nodes.values() if used & set(cpus)]
         assert used == set().union(*homes) & launched[0].allowed_cpus, seed
@@ -251,18 +229,15 @@ def test_ranks_divide_the_allowed_cores_of_their_nodes() -> None:
             assert all(set(core) & launched[0].allowed_cpus <= set(owner.cpus) for owner in owners), seed
             if len(owners) > 1:
                 shared += 1
-                assert {owner.cpus for owner in owners} == {owners[0].cpus}, seed
-                assert sum(1 for other in host.cores if set(other) & set(owners[0].cpus)) < len(owners), seed
-                assert {owner.threads for owner in owners} == {max(1, len(owners[0].cpus) // len(owners))}, (
-                    seed
-                )
+                (cpus,) = {owner.cpus for owner in owners}
+                assert sum(1 for other in host.cores if set(other) & set(cpus)) < len(owners), seed
+                assert {owner.threads for owner in owners} == {max(1, len(cpus) // len(owners))}, seed
     assert shared > 20
 
 
 def test_ranks_are_bound_to_the_node_of_their_gpu_or_have_a_warning() -> None:
     moved = stayed = 0
-    for seed, host, launched in random_machines():
-        planned = [plan_binding(host, rank) for rank in launched]
+    for seed, host, launched, planned in random_machines():
         for binding in planned:
             crowded = sum(other.cpus == binding.cpus for other in planned) > 1
             home = set(host.nodes[binding.gpu.node]) if binding.gpu and binding.gpu.node >= 0 else None
@@ -280,8 +255,7 @@ def test_ranks_are_bound_to_the_node_of_their_gpu_or_have_a_warning() -> None:
 
 
 def test_all_ranks_have_allowed_cpus_in_each_mode_and_compute_the_same_nics() -> None:
-    for seed, host, launched in random_machines():
-        planned = [plan_binding(host, rank) for rank in launched]
+    for seed, host, launched, planned in random_machines():
         for rank in launched:
             for mode in ("numa", "core", "none"):
                 binding = plan_binding(host, rank, mode)

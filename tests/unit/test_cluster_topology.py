@@ -1,7 +1,5 @@
 """Cores, NUMA nodes, GPUs and NICs read from /sys, and the inputs and effects of a binding to them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -29,7 +27,6 @@ from horovod_volo.cluster.topology import (
     Device,
     Host,
     Nic,
-    cpu_list,
     cpu_ranges,
     distance,
     driver_versions,
@@ -41,15 +38,6 @@ from horovod_volo.cluster.topology import (
 
 def nic(host: Host, name: str) -> Nic:
     return next(nic for nic in host.nics if nic.name == name)
-
-
-LISTS = {"0-3,8": (0, 1, 2, 3, 8), "5": (5,), "0,2,4": (0, 2, 4), "0-1,48-49": (0, 1, 48, 49), "": ()}
-
-
-@pytest.mark.parametrize(("text", "cpus"), LISTS.items())
-def test_lists_of_cpus_have_the_format_of_the_kernel(text: str, cpus: tuple[int, ...]) -> None:
-    assert cpu_list(f"{text}\n") == cpus
-    assert cpu_ranges(reversed(cpus)) == text
 
 
 @pytest.mark.parametrize(
@@ -84,14 +72,6 @@ def test_a_shared_switch_is_nearer_than_a_root_bridge_a_node_a_socket() -> None:
     assert far == sorted(set(far))
 
 
-def remove(path: Path) -> None:
-    """Remove a file or folder, which must exist."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
 @pytest.mark.parametrize(
     "missing",
     [
@@ -109,7 +89,11 @@ def remove(path: Path) -> None:
 )
 def test_if_a_file_is_missing_the_others_are_read(tmp_path: Path, missing: str) -> None:
     root, gpus = lay_out("roce", tmp_path)
-    remove(root / missing)
+    path = root / missing
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
     host = read_host(root, gpus)
     assert host.cores == tuple((cpu,) for cpu in range(16))
     assert [gpu.name for gpu in host.gpus] == ["0000:23:00.0", "0000:c1:00.0"]
@@ -123,19 +107,17 @@ def test_a_gpu_that_linux_does_not_list_has_no_path(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("lscpu"), reason="lscpu is not installed")
 def test_this_machine_is_read_as_by_lscpu() -> None:
-    table = subprocess.run(
-        ["lscpu", "--parse=CPU,SOCKET,CORE,NODE"], capture_output=True, text=True, check=True, timeout=20
-    ).stdout
-    cores: dict[tuple[str, str], list[int]] = defaultdict(list)
-    nodes: dict[int, list[int]] = defaultdict(list)
-    for row in (line.split(",") for line in table.splitlines() if line and not line.startswith("#")):
-        cores[row[1], row[2]].append(int(row[0]))
-        nodes[int(row[3] or 0)].append(int(row[0]))
+    command = ["lscpu", "--parse=CPU,SOCKET,CORE,NODE"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    cores, nodes = defaultdict(set), defaultdict(set)
+    for line in table.splitlines():
+        if line and not line.startswith("#"):
+            cpu, *core, node = line.split(",")
+            cores[tuple(core)].add(int(cpu))
+            nodes[int(node or 0)].add(int(cpu))
     host = read_host()
     assert sorted(host.cores) == sorted(tuple(sorted(core)) for core in cores.values())
-    assert {node: set(cpus) for node, cpus in host.nodes.items() if cpus} == {
-        node: set(cpus) for node, cpus in nodes.items()
-    }
+    assert {node: set(cpus) for node, cpus in host.nodes.items() if cpus} == nodes
 
 
 GPUS = [(f"00000000:{bus}:00.0", f"GPU-{bus}{bus}-aaaa") for bus in ("07", "0F", "47", "4E")]
@@ -183,9 +165,7 @@ def test_variables_that_are_set_are_not_changed(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("set_to", "threads"), [(None, 4), ("", 4), ("7", 7), ("2,3", 2), (" 1 ", 1), ("0", 4), ("many", 4)]
 )
-def test_a_number_of_threads_that_is_set_is_respected(
-    set_to: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_of_threads_that_is_set_is_respected(set_to, threads, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if set_to is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", set_to)
@@ -241,21 +221,13 @@ def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:
         ("slurmstepd", "0-63", "0-15", 0),  # the 16 CPUs of the job, to which stepd itself is not bound
     ],
 )
-def test_the_number_of_ranks_that_the_launcher_bound_to_these_cpus(
-    tmp_path: Path, launcher: str, launcher_cpus: str, rank_cpus: str, placed: int
-) -> None:
+def test_the_launcher_bound_so_many_ranks_to_these_cpus(tmp_path, launcher, launcher_cpus, rank_cpus, placed):
     process(tmp_path, "self", "python3", "30", rank_cpus)
     process(tmp_path, "30", "bash", "20", rank_cpus)  # a wrapper script between launcher and rank
     process(tmp_path, "20", launcher, "1", launcher_cpus)
     process(tmp_path, "1", "systemd", "0", "0-127")
     slurm = {"SLURM_CPUS_ON_NODE": "16"} if launcher == "slurmstepd" else {}
     assert ranks_bound_by_launcher(8, slurm, tmp_path) == placed
-
-
-def test_threads_are_divided_among_the_ranks_of_a_socket() -> None:
-    host = host_of("cpu_vm")
-    bound = plan_binding(host, LaunchedRank(1, 4, frozenset(range(4)), ranks_bound_here=2))
-    assert (bound.cpus, bound.threads) == ((0, 1, 2, 3), 2)
 
 
 def test_a_refused_cpu_affinity_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The watchdogs of a job go on when their folder fails, name the rank that hangs, and end no healthy run."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -34,15 +32,12 @@ class HandSetClock:
 class WatchedJob:
     """Ranks that do nothing, in processes of their own, and their watchdogs."""
 
-    def __init__(
-        self, folder: Path, clock: HandSetClock, *, ranks: int, hosts: int, ranks_change: bool
-    ) -> None:
+    def __init__(self, folder: Path, clock: HandSetClock, ranks: int, hosts: int, ranks_change: bool) -> None:
         self.clock, self.beats = clock, [Heartbeat() for _ in range(ranks)]
         command = ["sh", "-c", "trap '' USR2; echo; exec sleep 60"]
         self.processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(ranks)]
         self.watches = []
         for rank, process in enumerate(self.processes):
-            assert process.stdout is not None
             process.stdout.readline()
             stacks = os.memfd_create("stacks")
             watch = Watch(rank=rank, host="one", pid=process.pid, stacks=stacks, ranks_change=ranks_change)
@@ -76,9 +71,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(watchdog_process, "time", clock)
 
     def started(ranks: int = 2, *, hosts: int = 0, ranks_change: bool = False) -> WatchedJob:
-        jobs.append(
-            WatchedJob(tmp_path / "hang", clock, ranks=ranks, hosts=hosts or ranks, ranks_change=ranks_change)
-        )
+        jobs.append(WatchedJob(tmp_path / "hang", clock, ranks, hosts or ranks, ranks_change))
         return jobs[-1]
 
     yield started
@@ -94,9 +87,7 @@ def failing(number: int) -> Any:
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ENOENT, errno.EACCES])
-def test_a_folder_that_fails_for_a_while_ends_neither_watchdog_nor_run(
-    start: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int
-) -> None:
+def test_a_folder_that_fails_for_a_while_ends_neither_watchdog_nor_run(start, monkeypatch, capfd, number):
     """Rank 0 waits for longer than two limits for rank 1, whose batch takes long."""
     job = start()
     job.beats[0].waits(True)
@@ -111,9 +102,7 @@ def test_a_folder_that_fails_for_a_while_ends_neither_watchdog_nor_run(
 
 
 @pytest.mark.parametrize(("call", "seconds"), [("replace", 5), ("unlink", LIMIT)])
-def test_the_report_of_a_rank_that_goes_on_does_not_stay(
-    start: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, seconds: int
-) -> None:
+def test_the_report_of_a_rank_that_goes_on_does_not_stay(start, monkeypatch, tmp_path, call, seconds):
     job = start(3)
     job.beats[0].waits(True)
     assert job.go_on(LIMIT + 5, 2) == []
@@ -126,9 +115,7 @@ def test_the_report_of_a_rank_that_goes_on_does_not_stay(
     assert list((tmp_path / "hang").glob("rank_1.hangs.*")) == []
 
 
-def test_a_full_disk_keeps_no_rank_from_answering(
-    start: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_keeps_no_rank_from_answering(start, monkeypatch, capfd):
     """An empty file needs no block of the disk."""
     write_text = Path.write_text
 
@@ -142,9 +129,7 @@ def test_a_full_disk_keeps_no_rank_from_answering(
     assert capfd.readouterr().err == ""
 
 
-def test_a_rank_that_waited_and_then_hangs_in_the_same_stage_is_named(
-    start: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_waited_and_then_hangs_in_the_same_stage_is_named(start, capfd):
     job = start(3, ranks_change=True)
     for beats in job.beats:
         beats.begin("importing plugins")
@@ -160,9 +145,7 @@ def test_a_rank_that_waited_and_then_hangs_in_the_same_stage_is_named(
 
 
 @pytest.mark.parametrize(("hosts", "seconds"), [(3, 2 * LIMIT), (1000, 10)])
-def test_ranks_whose_collective_has_failed_are_not_taken_for_hung(
-    start: Any, hosts: int, seconds: int
-) -> None:
+def test_ranks_whose_collective_has_failed_are_not_taken_for_hung(start, hosts, seconds):
     """They keep their state before they go on. With 1,000 hosts, they have not looked by then."""
     job = start(3, hosts=hosts, ranks_change=True)
     for rank in (0, 1):
@@ -176,9 +159,7 @@ def test_ranks_whose_collective_has_failed_are_not_taken_for_hung(
     assert job.go_on(LIMIT, 0, 1) == [2]
 
 
-def test_a_hang_that_has_ended_does_not_decide_on_a_later_one(
-    start: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hang_that_has_ended_does_not_decide_on_a_later_one(start, capfd):
     job = start(2, ranks_change=True)
     job.beats[0].waits(True)
     said = ""

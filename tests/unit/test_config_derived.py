@@ -37,14 +37,9 @@ def config(**chosen: Any) -> Config:
 )
 def test_a_run_takes_its_shape(ranks, batch, accumulation, images, global_batch, steps, peak):
     derived = derive(config(batch_size=batch, accumulation=accumulation), ranks=ranks, images=images)
-    assert derived.ranks == ranks
-    assert derived.global_batch == global_batch
-    assert derived.steps_per_epoch == steps
-    assert derived.epochs == 310
-    assert derived.total_steps == 310 * steps
-    assert derived.decay_steps == 300 * steps
-    assert derived.warmup_steps == 20 * steps
-    assert derived.prefix_steps == 0  # it is inside
+    assert (derived.ranks, derived.global_batch, derived.steps_per_epoch) == (ranks, global_batch, steps)
+    assert (derived.epochs, derived.total_steps, derived.decay_steps) == (310, 310 * steps, 300 * steps)
+    assert (derived.warmup_steps, derived.prefix_steps) == (20 * steps, 0)  # it is inside
     assert derived.peak_lr == pytest.approx(peak, rel=1e-12)
 
 

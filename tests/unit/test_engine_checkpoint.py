@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -249,22 +248,15 @@ def test_the_checkpoint_just_saved_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_until_it_can(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
     saved = [save(tmp_path, step) for step in (1, 2, 3)]
     (partial := tmp_path / "checkpoints" / ".step_00000009.partial").mkdir()
-    for folder in (saved[0], partial):
-        (folder / "held").mkdir()  # as a file that another host has open: NFS renames it to .nfsXXXX
-        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder / "held")], check=True)
-    try:
+    # As a file that another host has open: NFS renames it to .nfsXXXX.
+    with mounted_disk(saved[0] / "held", "1m"), mounted_disk(partial / "held", "1m"):
         clean_up(tmp_path / "checkpoints")
         for _ in range(2):  # at this rotation, and at the next one
             (warning,) = delete_old_checkpoints(saved[2], keep=2)
             assert re.match(rf"{saved[0]} is not deleted: .*busy", warning)
         assert find_checkpoint(str(tmp_path)) == saved[2]
-    finally:
-        for folder in (saved[0], partial):
-            subprocess.run(["umount", str(folder / "held")], check=True)
     assert delete_old_checkpoints(saved[2], keep=2) == []
     clean_up(tmp_path / "checkpoints")
     assert names(tmp_path) == ["last", "step_00000002", "step_00000003"]
@@ -306,23 +298,18 @@ _OPERATIONS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.sym
 
 def save_and_rotate(folder: Path, step: int, number: float) -> None:
     """Save a checkpoint as a run with `--keep-checkpoints 1` does."""
-    files = {"model": {"weight": torch.full((9,), number)}}
-    saved = write_checkpoint(folder / "checkpoints", step, files, {})
-    delete_old_checkpoints(saved, 1)
+    delete_old_checkpoints(save(folder, step, number), 1)
 
 
 def save_killed_before(operation: int, folder: Path, step: int, number: float) -> bool:
     """Save in a fork that is killed before its n-th file operation; return whether it was."""
     child = os.fork()
     if not child:
-        left = operation
+        allowed = iter(range(operation))
 
         def count(event: str, _: tuple[Any, ...]) -> None:
-            nonlocal left
-            if event in _OPERATIONS:
-                left -= 1
-                if left < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if event in _OPERATIONS and next(allowed, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count)
         save_and_rotate(folder, step, number)
@@ -337,10 +324,10 @@ def test_a_process_killed_before_any_file_operation_leaves_a_whole_checkpoint(tm
         folder = tmp_path / str(operation)
         save_and_rotate(folder, 20, 1.0)
         killed = save_killed_before(operation, folder, step, 2.0)
-        found.append(float(read_tensors(find_checkpoint(str(folder)))["model"]["weight"][0]))
+        found.append(weight_of(find_checkpoint(str(folder))))
         clean_up(folder / "checkpoints")
         save_and_rotate(folder, 40, 4.0)
-        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["last", "step_00000040"]
+        assert names(folder) == ["last", "step_00000040"]
         if not killed:
             break
     assert not killed

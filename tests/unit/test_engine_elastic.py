@@ -82,8 +82,7 @@ def test_formations_without_a_step_are_counted_and_end_the_run() -> None:
             elastic.find_newest(World.single())
         run.step()
         elastic.ranks_lost(run.context)  # a step in between: the count begins again
-        newest = elastic.find_newest(World.single())
-        assert newest.in_vain == 0
+        assert elastic.find_newest(World.single()).in_vain == 0
 
 
 def test_a_state_that_is_loaded_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -94,19 +93,17 @@ def test_a_state_that_is_loaded_in_part_is_not_kept(monkeypatch: pytest.MonkeyPa
         state = run.context.state
         checkpoint = write_checkpoint(tmp_path, 1, state.full_state_dict(), {})
         run.step()
-        scatter = state.reducer.scatter_optimizer_state
-        monkeypatch.setattr(state.reducer, "scatter_optimizer_state", lost_rank)
-        with pytest.raises(RankLostError):
-            restore_state(state, checkpoint, World.single(), step=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(state.reducer, "scatter_optimizer_state", lost_rank)
+            with pytest.raises(RankLostError):
+                restore_state(state, checkpoint, World.single(), step=2)
         elastic.forget()
         elastic.ranks_lost(run.context)
         assert elastic.find_newest(World.single()) is None
         assert elastic.resumes
-        monkeypatch.setattr(state.reducer, "scatter_optimizer_state", scatter)
         restore_state(state, checkpoint, World.single(), step=2)
         elastic.ranks_lost(run.context)
-        newest = elastic.find_newest(World.single())
-        assert newest.step == 2
+        assert elastic.find_newest(World.single()).step == 2
 
 
 def lost_rank(*_: object) -> None:
@@ -116,19 +113,17 @@ def lost_rank(*_: object) -> None:
 def test_an_error_in_a_callback_outlives_the_ranks_of_its_step(tmp_path: Path) -> None:
     """It is raised by the ranks that are formed next, once they have saved and stopped."""
 
-    class FailsOnce(Callback):
-        def step_done(self, run: TrainContext) -> None:
-            if run.step == 2:
-                raise ZeroDivisionError
+    class RaisesOnce(Callback):
+        def __init__(self, error: type[Exception]) -> None:
+            self.error = error
 
-    class LosesRankOnce(Callback):
         def step_done(self, run: TrainContext) -> None:
             if run.step == 2:
-                raise RankLostError
+                raise self.error
 
     config, stop = small_run(tmp_path, train=16), StopRequest()
     elastic = ElasticRun(SimpleNamespace(name="job", hosts_changed=False))  # type: ignore[arg-type]
-    own = [FailsOnce(), LosesRankOnce()]
+    own = [RaisesOnce(ZeroDivisionError), RaisesOnce(RankLostError)]
 
     def train(config: Config, world: World, callbacks: Sequence[Callback], start: Start) -> int:
         return engine_run(config, world, stop, watchdog, [*callbacks, *own], start=start)
@@ -136,7 +131,7 @@ def test_an_error_in_a_callback_outlives_the_ranks_of_its_step(tmp_path: Path) -
     with closing(Watchdog(0.0, ranks_change=True)) as watchdog:
         with pytest.raises(RankLostError):
             elastic.train(config, World.single(), watchdog, train)
-        with pytest.raises(AllRanksError, match="FailsOnce failed in step_done: ZeroDivisionError"):
+        with pytest.raises(AllRanksError, match="RaisesOnce failed in step_done: ZeroDivisionError"):
             elastic.train(config, World.single(), watchdog, train)
     assert (tmp_path / "runs" / "run" / "checkpoints" / "step_00000003").is_dir()
 

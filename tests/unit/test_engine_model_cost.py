@@ -1,6 +1,7 @@
 """Operations of a network."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,23 +25,16 @@ def test_forward_and_backward_take_what_was_counted_layer_by_layer(model, side, 
 
 
 class ComputedOnHost(torch.nn.Sequential):
-    """A network whose forward needs the values of its activations."""
+    """A network, as of a plugin, whose forward needs the values of its activations."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images * float(super().forward(images).sum())
 
 
-class UnknownNetwork:
-    """The part of a task that builds the network of a plugin."""
-
-    def build(self, *_: object) -> Network:
-        network = ComputedOnHost(torch.nn.Conv2d(3, 3, 1))
-        return Network(network, (), network, lambda _: [])
-
-
 def test_operations_that_cannot_be_counted_are_not_invented() -> None:
     """A run does not need them."""
-    task: Any = UnknownNetwork()
+    network = ComputedOnHost(torch.nn.Conv2d(3, 3, 1))
+    task: Any = SimpleNamespace(build=lambda *_: Network(network, (), network, lambda _: []))
     cost = count_cost(assemble({}, fallback_name=""), task, 3)
     assert (cost.forward_flops, bool(cost.problem)) == (0.0, True)
 

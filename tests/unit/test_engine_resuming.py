@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,7 @@ from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.engine import loop, run
 from horovod_volo.engine.callbacks import Callbacks, standard_callbacks
 from horovod_volo.engine.checkpoint import files, saving
-from horovod_volo.engine.checkpoint.files import (
-    CHECKPOINTS,
-    CheckpointWriter,
-    find_checkpoint,
-    read_tensors,
-    update_link,
-)
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS, find_checkpoint, read_tensors, update_link
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS, save_evaluation
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
@@ -38,19 +33,18 @@ Start = Callable[..., tuple[TrainContext, list[str]]]
 def start(tmp_path: Path) -> Iterator[Start]:
     """Return a function that sets up a run of three steps; it saves after each and evaluates at the end."""
     settings: dict[str, Any] = {"checkpoint_every": 1, "keep_checkpoints": 3}
-    small_run(tmp_path)  # draws the images
-    started: list[TrainContext] = []
+    with ExitStack() as started:
 
-    def set_up(**changes: object) -> tuple[TrainContext, list[str]]:
-        while started:  # only one run at a time has the folder
-            started.pop().close()
-        context, warnings = setup(small_run(tmp_path, **settings | changes), World.single(), StopRequest())
-        started.append(context)
-        return context, warnings
+        def set_up(**changes: object) -> tuple[TrainContext, list[str]]:
+            started.close()  # only one run at a time has the folder
+            config = small_run(tmp_path, **settings | changes)
+            context, warnings = setup(config, World.single(), StopRequest())
+            started.enter_context(closing(context))
+            context.callbacks = Callbacks(standard_callbacks(), context.stop)
+            context.callbacks.started(context)
+            return context, warnings
 
-    yield set_up
-    while started:
-        started.pop().close()
+        yield set_up
 
 
 def test_a_damaged_checkpoint_is_named_and_one_that_was_being_replaced_is_found(start: Start) -> None:
@@ -76,9 +70,7 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_being_replaced_is_found(
     assert not list(checkpoints.glob(".*"))
 
 
-def test_a_checkpoint_that_is_saved_while_a_run_starts_is_not_passed_over(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_saved_while_a_run_starts_is_not_passed_over(start, tmp_path, monkeypatch):
     """As by a run that was asked to stop, and ends when the next one has chosen the checkpoint before."""
     context, _ = start()
     assert loop.fit(context)
@@ -125,8 +117,6 @@ def test_mean_std_and_crop_travel_with_the_weights(start: Start, tmp_path: Path)
 def test_a_run_that_draws_images_again_resumes_its_plan(start: Start, plan: dict[str, Any]) -> None:
     context, warnings = start(**plan, stop_at_step=2)
     assert not any("no effect" in text for text in warnings)
-    context.callbacks = Callbacks(standard_callbacks(), context.stop)
-    context.callbacks.started(context)
     assert not loop.fit(context)
     again, _ = start(resume="auto", **plan, stop_at_step=2)
     assert not loop.fit(again)  # a run that resumes at the step to stop at stops
@@ -135,15 +125,11 @@ def test_a_run_that_draws_images_again_resumes_its_plan(start: Start, plan: dict
     with pytest.raises(AllRanksError, match=rf"has {name} {value}, this run has 0"):
         start(resume="auto")
     context, _ = start(resume="auto", **plan)
-    context.callbacks = Callbacks(standard_callbacks(), context.stop)
-    context.callbacks.started(context)
     assert loop.fit(context)
     whole, _ = start(name="whole", **plan)
     assert loop.fit(whole)
-    for resumed, other in zip(
-        context.state.replicated_tensors(), whole.state.replicated_tensors(), strict=True
-    ):
-        assert torch.equal(resumed, other)
+    states = (each.state.replicated_tensors() for each in (context, whole))
+    assert all(torch.equal(*both) for both in zip(*states, strict=True))
     with pytest.raises(UserError, match="with --balance or --aug-repeats, images are drawn several times"):
         check_ledger(context.folder)
 
@@ -193,16 +179,10 @@ def test_a_checkpoint_is_read_for_as_long_as_it_may_be_written(start, monkeypatc
     assert limits == {(f"while {stage}", LONGEST_WRITE_SECONDS) for stage in stages}
 
 
-STEPS = 4  # of an epoch
-
-
 @pytest.fixture
-def context(tmp_path: Path) -> Iterator[TrainContext]:
-    """Return a run of one epoch that saves after its second step, and after its last for two reasons."""
-    config = small_run(tmp_path, train=4 * STEPS, checkpoint_every=2)
-    built, _ = setup(config, World.single(), StopRequest())
-    yield built
-    built.close()
+def context(start: Start) -> TrainContext:
+    """Return a run of four steps that saves after its second one, and after its last for two reasons."""
+    return start(train=16, checkpoint_every=2)[0]
 
 
 def steps_of(context: TrainContext) -> list[str]:
@@ -241,17 +221,13 @@ def test_steps_go_on_and_do_not_change_what_is_written(context, monkeypatch):
 
 
 def test_a_failure_ends_the_run_at_the_next_log_point(context, monkeypatch):
-    failed = threading.Event()
+    take_step = loop.train_step
 
     def fail(*_: Any, **named: Any) -> Path:
-        failed.set()
         raise UserError("the disk is full")
-
-    take_step = loop.train_step
 
     def step_after_failure(*arguments: Any) -> None:
         if context.state.step == 2:
-            assert failed.wait(timeout=60)
             with pytest.raises(UserError):
                 context.checkpoints._writing.result(timeout=60)  # type: ignore[union-attr]
         take_step(*arguments)
@@ -263,30 +239,18 @@ def test_a_failure_ends_the_run_at_the_next_log_point(context, monkeypatch):
     assert context.state.step == 3
 
 
-def test_buffers_are_used_again() -> None:
-    writer, weight, found = CheckpointWriter(), torch.zeros(3), []
-    for number in range(3):
-        weight.fill_(number)
-        writer.begin({"model": {"weight": weight}}, lambda copies: found.append(copies["model"]["weight"]))
-        writer.wait()
-        assert found[-1].tolist() == [number] * 3
-    writer.close()
-    assert len({copy.data_ptr() for copy in found}) == 1
-
-
 def test_a_slow_disk_is_no_hang(context: TrainContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a checkpoint is written and everybody waits for it, the heartbeat goes on."""
     monkeypatch.setattr(saving, "_BEAT_SECONDS", 0.02)
-    release, beats = threading.Event(), 0
+    release, beats = threading.Event(), list[int]()
 
     def beat(step: int) -> None:
-        nonlocal beats
-        beats += 1
-        if beats == 3:
+        beats.append(step)
+        if len(beats) == 3:
             release.set()
 
     context.checkpoints.begin({}, lambda _: ["done"] if release.wait(timeout=60) else [])
     monkeypatch.setattr(context.heartbeat, "beat", beat)
     saving.finish_checkpoint(context)
-    assert beats >= 3
+    assert len(beats) >= 3
     assert not context.checkpoints.is_writing

@@ -45,10 +45,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 MODEL = """
+from collections import OrderedDict
 from torch import nn
 from horovod_volo.plugins import ModelSpec, register_model
 def build(*, img_size, num_classes, drop_path, aux_head):
-    return nn.Linear(3, num_classes)
+    parts = OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(3, num_classes))
+    return nn.Sequential(parts)
 register_model(ModelSpec(name={name!r}, build=build))
 """
 
@@ -67,7 +69,7 @@ def test_modules_are_imported_in_their_order(folder: Path) -> None:
     load_plugins("second_plugin, first_plugin,")
     # Those of extras that no test has imported yet are listed last.
     assert [name for name in MODELS.names() if name in ("first", "second")] == ["second", "first"]
-    assert isinstance(build_model("first", img_size=33, num_classes=7, drop_path=0.0), nn.Linear)
+    assert isinstance(build_model("first", img_size=33, num_classes=7, drop_path=0.0), nn.Sequential)
 
 
 def test_an_installed_entry_point_is_imported_without_a_flag(folder: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from schema_examples import words
+from test_plugins import MODEL
 
 import horovod_volo
 from horovod_volo.config.schema import Config
@@ -25,13 +27,10 @@ from horovod_volo.models.registry import MODELS
 from horovod_volo.objective.loss import LOSSES
 from horovod_volo.train import main
 from horovod_volo.trainer import Trainer
+from tests.runs import assert_same_tensors
 
 SETTINGS: dict[str, Any] = {"recipe": "demo", "token_label": False, "img_size": 32, "batch_size": 8}
 SETTINGS |= {"epochs": 2, "warmup_epochs": 0, "log_every": 5, "eval_every": 1}
-FLAGS = (
-    "--recipe demo --no-token-label --img-size 32 --batch-size 8 --epochs 2 --warmup-epochs 0 --eval-every 1"
-)
-
 
 PLUGIN = """
 from horovod_volo import Callback
@@ -44,28 +43,13 @@ class LogsItsEnd(Callback):
 """
 
 
-MODEL_PLUGIN = """
-from collections import OrderedDict
-from torch import nn
-from horovod_volo.plugins import ModelSpec, register_model
-
-def build(*, img_size, num_classes, drop_path, aux_head):
-    parts = OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(3, num_classes))
-    return nn.Sequential(parts)
-
-register_model(ModelSpec(name="tiny_pool", build=build))
-"""
-
-
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute on one thread: sums of several may be rounded differently while the machine is busy."""
+def one_thread_and_default_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have signals do what they do in a notebook; other tests may leave handlers.
+
+    Sums of several threads may be rounded differently while the machine is busy.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture
-def default_handlers() -> None:
-    """Have signals do what they do in a notebook; other tests may leave handlers."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -110,19 +94,17 @@ def test_a_mistake_in_the_settings_is_an_error(arguments: list[str], settings: A
         Trainer(*arguments, **settings)
 
 
-@pytest.mark.usefixtures("default_handlers")
 def test_a_trainer_does_what_the_command_does(images, tmp_path, monkeypatch) -> None:
     (tmp_path / "logging_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
-    where = f"--output {tmp_path} --name command --binding none --plugin logging_plugin --log-every 5"
-    assert main([str(images), *FLAGS.split(), *where.split()]) == 0
+    flags = [word for name, value in SETTINGS.items() for word in words(name, value)]
+    where = f"--output {tmp_path} --name command --binding none --plugin logging_plugin"
+    assert main([str(images), *flags, *where.split()]) == 0
     trainer = Trainer(images, name="python", output=tmp_path, **SETTINGS)
     result = trainer.fit()
 
     last = "checkpoints/last/model.safetensors"
-    command, python = (load_file(tmp_path / name / last) for name in ("command", "python"))
-    assert command.keys() == python.keys()
-    assert all(command[name].equal(python[name]) for name in command)
+    assert_same_tensors(*(load_file(tmp_path / name / last) for name in ("command", "python")))
     logs = [(tmp_path / name / "log.txt").read_text() for name in ("command", "python")]
     assert ["seen by a plugin at step 10\n" in log for log in logs] == [True, False]
     assert (result.finished, result.step, result.folder) == (True, 10, tmp_path / "python")
@@ -150,7 +132,6 @@ def test_a_trainer_does_what_the_command_does(images, tmp_path, monkeypatch) -> 
         Trainer(images, name="other", output=tmp_path, binding="core", **SETTINGS).fit()
 
 
-@pytest.mark.usefixtures("default_handlers")
 def test_a_run_that_ctrl_c_stops_is_saved_and_the_next_call_resumes(images: Path, tmp_path: Path) -> None:
     whole = Trainer(images, name="whole", output=tmp_path, **SETTINGS).fit()
     before = signal.getsignal(signal.SIGINT)
@@ -166,7 +147,6 @@ def test_a_run_that_ctrl_c_stops_is_saved_and_the_next_call_resumes(images: Path
     assert (resumed.last | {"hours": whole.last["hours"]}, resumed.best) == (whole.last, whole.best)
 
 
-@pytest.mark.usefixtures("default_handlers")
 def test_a_second_ctrl_c_interrupts(images: Path, tmp_path: Path) -> None:
     def twice(_: TrainContext) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -261,7 +241,7 @@ def test_every_method_imports_the_plugin_of_the_model(images, tmp_path, monkeypa
         MODELS.pop("tiny_pool", None)
         sys.modules.pop("model_plugin", None)
 
-    (tmp_path / "model_plugin.py").write_text(MODEL_PLUGIN)
+    (tmp_path / "model_plugin.py").write_text(MODEL.format(name="tiny_pool"))
     monkeypatch.syspath_prepend(tmp_path)
     where = {"name": "plugin", "output": tmp_path, "plugin": "model_plugin", "model": "tiny_pool"}
     settings = SETTINGS | where | {"stop_at_step": 1, "mix_token": False}
