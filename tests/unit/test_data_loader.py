@@ -117,6 +117,14 @@ def test_a_prepared_batch_is_the_next_one(open_loader):
     assert_same(found, expected)
 
 
+def test_later_batches_do_not_overwrite_earlier_ones(open_loader):
+    loader = open_loader()
+    images = [(batch.images, batch.images.clone()) for batch in loader.batches(0, 0)]
+    list(loader.batches(1, 0))
+    loader.close()
+    assert all(torch.equal(each, copy) for each, copy in images)
+
+
 def test_label_maps_belong_to_their_images(open_loader, folder, tmp_path):
     """Each map contains the number of its image; indices and maps of a batch must agree."""
     catalog = build_catalog(str(folder), "train", None)
