@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from horovod_volo.train import main
 from tests.faults.power_cut import MARKS, Disk, Tree, build_tree, read_tree, record_calls, shim
 from tests.ranks.launching import environment
 from tests.runs import FINISHED, SMALL, STOPPED, assert_same_state, records, start
+from tests.unit.shard_writers import in_this_process
 
 EVERY = ("--log-every", "1", "--eval-every", "1", "--keep-checkpoints", "2", "--resume", "auto")
 TRAINING = ("--epochs", "3", *EVERY)
@@ -158,15 +159,6 @@ def judge_files(root: Path, published: str, write: Callable[[Path], None], expec
     write(root)
     assert expected <= read_tree(root)
     return "completed again" if lost else "complete"
-
-
-def in_this_process(
-    function: Callable[..., Any], tasks: Mapping[Any, Any], workers: int, note: Callable[..., None]
-) -> None:
-    """Pack shards without worker processes, which take a second to start."""
-    del workers
-    for key, arguments in tasks.items():
-        note(key, function(*arguments))
 
 
 @pytest.mark.parametrize("name", ["packed", "labels", "listed"])

@@ -1,7 +1,7 @@
 """Images decoded, augmented and normalised on a device equal those of the CPU; kernels equal the operators.
 
-On the CPU the kernels run in Triton's interpreter, which must be enabled before Triton is first imported: the
-last test here starts a separate process for these cases.
+On the CPU the kernels run in Triton's interpreter, which must be enabled before Triton is first imported:
+test_kernel_choice.py starts a separate process for these cases.
 """
 
 from collections.abc import Callable
@@ -188,12 +188,9 @@ def test_kernels_equal_the_operators(device: torch.device, shape: tuple[int, int
     # Programs are slow in the interpreter: fewer on large images.
     levels = np.array([0.0, 0.37, 1.0] if shape[0] < 50 else [0.9])
     for operation in ops.RAND_V1:
-        arguments = np.concatenate(
-            [
-                operation.argument(levels, np.full(len(levels), sign), increasing)
-                for sign, increasing in ((-1.0, True), (1.0, False))
-            ]
-        ).astype(np.float32)[:, None]
+        signs = ((np.full(len(levels), -1.0), True), (np.full(len(levels), 1.0), False))
+        of_signs = [operation.argument(levels, sign, increasing) for sign, increasing in signs]
+        arguments = np.concatenate(of_signs).astype(np.float32)[:, None]
         images = drawn_images(len(arguments), shape, device)
         for bicubic in (False, True) if operation.kind is ops.Kind.GEOMETRIC else (False,):
             kinds = np.full(arguments.shape, int(operation))
@@ -232,9 +229,8 @@ def test_layers_and_operations_of_plugins(device: torch.device, monkeypatch: pyt
     colors = ~operations.geometric
     assert torch.equal(found[colors], expected[colors])
     nothing = found.clone()
-    augment_(
-        found, Operations(*(getattr(operations, name)[:, :0] for name in ("kinds", "arguments", "bicubic")))
-    )
+    without_layers = (part[:, :0] for part in (operations.kinds, operations.arguments, operations.bicubic))
+    augment_(found, Operations(*without_layers))
     assert torch.equal(found, nothing)
 
 

@@ -72,14 +72,15 @@ def test_a_run_goes_on_with_other_ranks(images, on_one_rank, tmp_path):
     assert_same_state(on_one_rank, tmp_path)
 
 
-@pytest.mark.parametrize("task", ["segmentation", "detection"])
-def test_dense_tasks(tmp_path, task):
+@pytest.mark.parametrize(("task", "colors"), [("segmentation", "--photometric"), ("detection", "--hue 18")])
+def test_dense_tasks(tmp_path, task, colors):
     make_scene_set(tmp_path / "scenes", train=24, val=6, side=64)
     small = ("--recipe", f"{task}_demo", "--img-size", "64", "--epochs", "1", "--warmup-epochs", "0")
+    small += ("--drop-path", "0.2", *colors.split())
     for ranks in (1, 2):
         output = tmp_path / str(ranks)
         flags = ("--reproducible", "--global-batch", "12", "--micro-batch", "4", "--sync-bn", "none")
-        runs.start(tmp_path / "scenes", output, *flags, "--drop-path", "0.2", small=small, ranks=ranks)
+        runs.start(tmp_path / "scenes", output, *flags, small=small, ranks=ranks)
     assert_same_state(tmp_path / "1", tmp_path / "2")
 
 

@@ -1,5 +1,6 @@
-"""Folders of images whose colours encode the position of each pixel or are smooth, and loaders on a CPU."""
+"""Images whose colours encode the position of each pixel or are smooth, in folders, and loaders on a CPU."""
 
+import io
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ def smooth(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(colours).resize((width, height), Image.Resampling.BICUBIC)
 
 
+def noisy(width: int, height: int, seed: int) -> Image.Image:
+    """Return an image with as much detail as a photograph."""
+    noise = np.random.default_rng(seed).normal(0, 12, (height, width, 3))
+    pixels = np.asarray(smooth(width, height, seed)) + noise
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def encoded(image: Image.Image, form: str = "JPEG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
 def write_images(folder: Path, images: dict[str, Image.Image], **options: Any) -> Path:
     """Save each image under its "SPLIT/CLASS/FILE" name and return the folder."""
     for name, image in images.items():
@@ -42,6 +56,17 @@ def write_images(folder: Path, images: dict[str, Image.Image], **options: Any) -
         file.parent.mkdir(parents=True, exist_ok=True)
         image.save(file, **options)
     return folder
+
+
+def contents(catalog: Catalog) -> list[tuple[str, str, bytes]]:
+    """Return the name, the class and the encoded image of each sample."""
+    classes = [catalog.classes[target] for target in catalog.targets]
+    return [(catalog.name(index), name, catalog.read(index).tobytes()) for index, name in enumerate(classes)]
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file, by its path in the folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def only_batch(
@@ -59,23 +84,17 @@ def unnormalised(images: torch.Tensor) -> NDArray[np.float64]:
     return 255 * (images.numpy().astype(np.float64) * std + mean)
 
 
-_COMMON: dict[str, Any] = {
-    "image_size": 32,
-    "rank": 0,
-    "size": 1,
-    "device": torch.device("cpu"),
-    "threads": 2,
-}
+_ALONE: dict[str, Any] = {"image_size": 32, "rank": 0, "size": 1, "device": torch.device("cpu"), "threads": 2}
 
 
 def train_loader(
     images: Catalog, settings: Data, labels: LabelSource | None = None, **changes: Any
 ) -> TrainLoader:
-    return TrainLoader(images, labels, settings, **_COMMON | {"seed": 5, "accumulation": 1} | changes)
+    return TrainLoader(images, labels, settings, **_ALONE | {"seed": 5, "accumulation": 1} | changes)
 
 
 def eval_loader(images: Catalog, settings: Data, **changes: Any) -> EvalLoader:
-    return EvalLoader(images, settings, **_COMMON | {"crop_pct": 1.0} | changes)
+    return EvalLoader(images, settings, **_ALONE | {"crop_pct": 1.0} | changes)
 
 
 def evaluated_images(images: Catalog, settings: Data, **changes: Any) -> Tensor:

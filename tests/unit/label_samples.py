@@ -12,12 +12,17 @@ from horovod_volo.token_labels.keys import catalog_keys, label_key
 from horovod_volo.token_labels.store import StoreMetadata
 
 
-def catalog_of(root: Path, *names: str) -> Catalog:
-    """Create empty training images named "CLASS/FILE"; return their catalog."""
+def touch(folder: Path, *names: str) -> None:
+    """Create empty files and the folders that hold them."""
     for name in names:
-        file = root / "train" / name
+        file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
+
+
+def catalog_of(root: Path, *names: str) -> Catalog:
+    """Create empty training images named "CLASS/FILE"; return their catalog."""
+    touch(root / "train", *names)
     return build_catalog(str(root), "train", None)
 
 
@@ -68,17 +73,8 @@ def make_store(
     teacher: str = "a test",
     **options: bool,
 ) -> StoreMetadata:
-    writer = open_writer(
-        folder,
-        keys,
-        classes=classes,
-        map_shape=scores.shape[1:],
-        geometry="whole",
-        teacher=teacher,
-        catalog=digest,
-        shard_rows=shard_rows,
-        **options,
-    )
+    about = {"classes": classes, "map_shape": scores.shape[1:], "geometry": "whole", "teacher": teacher}
+    writer = open_writer(folder, keys, catalog=digest, shard_rows=shard_rows, **about, **options)
     for number in range(writer.shards):
         own = slice(writer.rows(number).start, writer.rows(number).stop)
         writer.write(number, scores[own], ids[own].astype(writer.metadata.ids), [])

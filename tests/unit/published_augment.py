@@ -1,4 +1,4 @@
-"""timm's own augmentation: single operations, and recorded random draws."""
+"""timm's own augmentation, single operations and recorded random draws, and its pixels of an evaluation."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -87,3 +87,20 @@ def timm_erasing(images: int, side: int) -> NDArray[np.int64]:
         if len(rows):
             boxes.append([int(rows[0]), int(columns[0]), len(rows), len(columns)])
     return np.array(boxes)
+
+
+def timm_pixels(
+    file: str,
+    image_size: int,
+    crop_pct: float = 1.0,
+    interpolation: str = "bicubic",
+    crop_mode: str = "center",
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return the pixels (3, height, width) of an evaluation, and the mask of their black border."""
+    from timm.data import create_transform
+
+    how: dict[str, Any] = {"interpolation": interpolation, "crop_pct": crop_pct, "crop_mode": crop_mode}
+    transform = create_transform(image_size, is_training=False, normalize=False, **how)
+    with Image.open(file) as image:
+        white = Image.new("RGB", image.size, "white")
+        return transform(image.convert("RGB")).numpy().astype(float), transform(white)[0].numpy() == 0

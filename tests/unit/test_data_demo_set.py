@@ -1,10 +1,12 @@
 """The demo set and the drawn scenes are reproducible, created atomically and labelled correctly."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from coded_images import files_below
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_image import CLASSES, GRID
@@ -12,15 +14,9 @@ from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.demo.scene_set import make_scene_set
 
 
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-@pytest.fixture(scope="module")
-def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "set"
-    make_demo_set(folder, train=45, val=20)
-    return folder
+@pytest.fixture
+def small_set(demo_images: Callable[[int, int], Path]) -> Path:
+    return demo_images(45, 20)
 
 
 def test_layout_is_image_folders_with_balanced_classes_and_maps(small_set: Path) -> None:
@@ -36,7 +32,7 @@ def test_layout_is_image_folders_with_balanced_classes_and_maps(small_set: Path)
 
 def test_an_image_depends_only_on_its_number_split_and_seed(small_set: Path, tmp_path: Path) -> None:
     make_demo_set(tmp_path / "smaller", train=12, val=10)
-    smaller, larger = bytes_of(tmp_path / "smaller"), bytes_of(small_set)
+    smaller, larger = files_below(tmp_path / "smaller"), files_below(small_set)
     smaller.pop("demo_set.json")
     assert len(smaller) == 12 + 12 + 10 + 1  # and the file with the geometry of the maps
     assert all(larger[name] == content for name, content in smaller.items())

@@ -119,9 +119,8 @@ def test_a_folder_that_permission_denies() -> None:
             if is_root:
                 os.seteuid(0)
             (train / "ulm").chmod(0o755)
-        assert sorted(denied) == [
-            f"{train}/{name} cannot be listed: Permission denied" for name in ("three.png", "ulm")
-        ]
+        unlisted = (train / "three.png", train / "ulm")
+        assert sorted(denied) == [f"{path} cannot be listed: Permission denied" for path in unlisted]
 
 
 @pytest.mark.parametrize(
@@ -175,10 +174,6 @@ BOXES = [
 ]
 
 
-def listed(root: Path, split: Any = "train") -> BoxList:
-    return list_boxes(root, split)
-
-
 @pytest.fixture
 def coco(tmp_path: Path) -> Path:
     write_coco(tmp_path / "coco", IMAGES, BOXES)
@@ -186,7 +181,7 @@ def coco(tmp_path: Path) -> Path:
 
 
 def test_images_ascend_with_their_ids_and_classes_with_their_categories(coco: Path) -> None:
-    images = listed(coco)
+    images = list_boxes(coco, "train")
     arrays = images.annotations
     assert arrays.image_ids.tolist() == [7, 8, 9, 70]
     assert images.classes == ("person", "dog", "toothbrush")
@@ -201,41 +196,28 @@ def test_images_ascend_with_their_ids_and_classes_with_their_categories(coco: Pa
 
 
 def test_crowds_and_slivers_are_not_learned_and_boxes_are_cut_to_the_image(coco: Path) -> None:
-    images = listed(coco)
+    images = list_boxes(coco, "train")
     assert images.boxes_to_learn(0).classes.tolist() == [0, 1]
     assert images.boxes_to_learn(3).boxes.tolist() == [[60, 40, 64, 48]]
     assert [len(images.boxes_to_learn(index).boxes) for index in range(4)] == [2, 0, 0, 1]
     learned = images.without_empty()
     assert [learned.name(index) for index in range(len(learned))] == [images.name(0), images.name(3)]
     assert learned.boxes_to_learn(1).boxes.tolist() == [[60, 40, 64, 48]]
-    assert learned.digest != images.digest == listed(coco).digest
-
-
-def test_own_boxes_lie_beside_the_images(tmp_path: Path) -> None:
-    file = write_coco(tmp_path, IMAGES, BOXES, "val")
-    (tmp_path / "boxes").mkdir()
-    file.rename(tmp_path / "boxes" / "val.json")
-    (tmp_path / "images").mkdir()
-    (tmp_path / "val").rename(tmp_path / "images" / "val")
-    images = listed(tmp_path, split="val")
-    assert len(images) == 4
-    assert read_sized(images, 0)[1] == (60, 50)
-    with pytest.raises(UserError, match="has no boxes of the train split"):
-        listed(tmp_path)
+    assert learned.digest != images.digest == list_boxes(coco, "train").digest
 
 
 def test_an_image_of_another_size_is_damaged(coco: Path) -> None:
     path = coco / "train2017" / "000000000009.png"
     (coco / "train2017" / "000000000008.png").rename(path)
     write_coco(coco / "other", IMAGES, BOXES)
-    images = BoxList(find_boxes(coco, "train"), listed(coco / "other").annotations, np.arange(4))
+    images = BoxList(find_boxes(coco, "train"), list_boxes(coco / "other", "train").annotations, np.arange(4))
     with pytest.raises(BadSampleError, match="has 30 x 30 pixels, its annotation 40 x 40"):
         read_sized(images, 2)
     with pytest.raises(BadSampleError, match="cannot be read: No such file"):
         read_sized(images, 1)
     (coco / "train2017" / "000000000008.png").symlink_to("gone")  # a link to nothing is a missing image
     with pytest.raises(UserError, match=r"1 of 4 images of .* are not in .*; the first: 000000000008\.png"):
-        listed(coco)
+        list_boxes(coco, "train")
 
 
 @pytest.mark.parametrize(
@@ -259,18 +241,18 @@ def test_an_image_of_another_size_is_damaged(coco: Path) -> None:
 def test_a_file_that_is_wrong_is_refused(coco: Path, content: Any, message: str) -> None:
     path = coco / "annotations" / "instances_train2017.json"
     whole = {"images": IMAGES, "annotations": BOXES, "categories": list(CATEGORIES)}
-    complete = whole | content if isinstance(content, dict) else content
-    if isinstance(complete, dict):
-        complete = {name: value for name, value in complete.items() if value is not None}
-    text = complete if isinstance(complete, str) else json.dumps(complete)
-    path.write_text(text)
+    if isinstance(content, dict):
+        content = {name: value for name, value in (whole | content).items() if value is not None}
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(UserError, match=message):
-        listed(coco)
+        list_boxes(coco, "train")
 
 
 def test_a_folder_without_boxes_or_images_is_refused(coco: Path) -> None:
     with pytest.raises(UserError, match="There is no folder"):
         find_boxes(coco / "nowhere", "train")
+    with pytest.raises(UserError, match="has no boxes of the val split"):
+        find_boxes(coco, "val")
     (coco / "annotations" / "instances_train2014.json").write_text("{}")
     with pytest.raises(UserError, match="has 2 files instances_train"):
         find_boxes(coco, "train")

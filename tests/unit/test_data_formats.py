@@ -5,6 +5,7 @@ import tarfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from coded_images import contents
 from shard_writers import open_files_under, picture, write_tar, write_tar_index
 
 from horovod_volo.core.errors import BadSampleError, UserError
@@ -15,13 +16,6 @@ INDEX = pytest.mark.parametrize("index", [False, True], ids=["searched", "indexe
 
 def train(folder, cached=None):
     return build_catalog(str(folder), "train", cached)
-
-
-def listed(catalog):
-    return [
-        (catalog.name(index), catalog.classes[catalog.targets[index]], catalog.read(index).tobytes())
-        for index in range(len(catalog))
-    ]
 
 
 def pictures(*kinds):
@@ -53,7 +47,7 @@ def test_tar_shards(tmp_path, index, form):
     catalog = train(tmp_path)
     one, two, three = pictures("JPEG", "PNG", "JPEG")
     assert catalog.classes == ("00", "02", "10")
-    assert listed(catalog) == [
+    assert contents(catalog) == [
         ("02/y.jpg", "02", picture(5)),
         ("n1/x1.jpg", "02", one),
         ("n1/x2.png", "00", two),
@@ -70,7 +64,7 @@ def test_a_list_of_classes_beside_tar_shards_sets_their_order(tmp_path):
     (tmp_path / "train/classes.txt").write_text("zebra\nant\n")
     catalog = train(tmp_path)
     assert catalog.classes == ("zebra", "ant")
-    assert [entry[:2] for entry in listed(catalog)] == [("zebra/1.jpg", "zebra"), ("ant/2.jpg", "ant")]
+    assert [entry[:2] for entry in contents(catalog)] == [("zebra/1.jpg", "zebra"), ("ant/2.jpg", "ant")]
     (tmp_path / "train/classes.txt").write_text("zebra\n")
     with pytest.raises(UserError, match=r"2.jpg in .*b.tar is of class 1, but classes.txt has 1 lines"):
         train(tmp_path)
@@ -106,58 +100,46 @@ def test_names_that_lead_out_of_a_folder_are_refused(tmp_path, index):
 
 
 def test_two_images_of_one_name_are_refused(tmp_path):
-    write_tar(tmp_path / "train/0.tar", [("a/1.jpg", b"x"), ("a/1.cls", b"1")])
-    write_tar(
-        tmp_path / "train/1.tar", [("b/1.jpg", b"x"), ("b/1.cls", b"1"), ("a/1.jpg", b"x"), ("a/1.cls", b"1")]
-    )
+    one, other = ([(f"{name}/1.jpg", b"x"), (f"{name}/1.cls", b"1")] for name in "ab")
+    write_tar(tmp_path / "train/0.tar", one)
+    write_tar(tmp_path / "train/1.tar", other + one)
     with pytest.raises(UserError, match=r"two images named a/1.jpg, in 0.tar and in 1.tar"):
         train(tmp_path)
 
 
 def write_many(shard):
     """Write 20 images; return the position of each header, and the first byte after the last member."""
-    members = [
-        (f"x{n:02}.{end}", bytes(700) if end == "jpg" else b"1") for n in range(20) for end in ("jpg", "cls")
-    ]
-    write_tar(shard, members)
+    content = {"jpg": bytes(700), "cls": b"1"}
+    write_tar(shard, [(f"x{n:02}.{end}", data) for n in range(20) for end, data in content.items()])
     with tarfile.open(shard) as tar:
         headers = [member.offset for member in tar]
     return headers, headers[-1] + 1024
 
 
-def test_a_tar_shard_that_ends_early_is_refused(tmp_path):
+def assert_refused(folder, contents_of_shard, message):
+    for content in contents_of_shard:
+        (folder / "train/0.tar").write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            train(folder)
+
+
+def test_a_tar_shard_that_ends_early_or_has_damaged_headers_is_refused(tmp_path):
     shard = tmp_path / "train/0.tar"
     headers, end = write_many(shard)
     whole = shard.read_bytes()
-    for length in (0, 100, *headers[1:], *(start + 512 for start in headers), end, end + 512, end + 1000):
-        shard.write_bytes(whole[:length])
-        with pytest.raises(UserError, match=r"0.tar (is cut|cannot be read|has x).*Copy this shard again"):
-            train(tmp_path)
-
-
-def test_a_tar_shard_with_damaged_headers_is_refused(tmp_path):
-    shard = tmp_path / "train/0.tar"
-    headers, end = write_many(shard)
-    whole = shard.read_bytes()
+    message = r"0.tar (is cut|cannot be read|has x).*Copy this shard again"
+    lengths = (0, 100, *headers[1:], *(start + 512 for start in headers), end, end + 512, end + 1000)
+    assert_refused(tmp_path, (whole[:length] for length in lengths), message)
     for start in headers:
-        for content in (
-            bytes(512),
-            b"\xff" * 512,
-            whole[start : start + 100] + b"\1" + whole[start + 101 : start + 512],
-        ):
-            shard.write_bytes(whole[:start] + content + whole[start + 512 :])
-            with pytest.raises(UserError, match=r"0.tar (is cut|cannot be read|has x).*Copy this shard"):
-                train(tmp_path)
-    shard.write_bytes(bytes(len(whole)))
-    with pytest.raises(UserError, match=r"0.tar is cut or damaged: .* at byte 0\."):
-        train(tmp_path)
+        one_byte = whole[start : start + 100] + b"\1" + whole[start + 101 : start + 512]
+        others = (bytes(512), b"\xff" * 512, one_byte)
+        assert_refused(tmp_path, (whole[:start] + other + whole[start + 512 :] for other in others), message)
+    assert_refused(tmp_path, [bytes(len(whole))], r"0.tar is cut or damaged: .* at byte 0\.")
+    extended = [whole + extra for extra in (whole, b"more", bytes(2**20))]
+    assert_refused(tmp_path, extended, rf"0.tar is cut or damaged: .* at byte {end}\.")
     for padding in (1024, 10240, 2**20):
         shard.write_bytes(whole[:end] + bytes(padding))
         assert len(train(tmp_path)) == 20
-    for extra in (whole, b"more", bytes(2**20)):
-        shard.write_bytes(whole + extra)
-        with pytest.raises(UserError, match=rf"0.tar is cut or damaged: .* at byte {end}\."):
-            train(tmp_path)
 
 
 def test_an_index_of_another_tar_shard_is_refused(tmp_path):
@@ -184,10 +166,8 @@ def test_an_index_of_another_tar_shard_is_refused(tmp_path):
 
 
 def write_shard(folder):
-    write_tar(
-        folder / "train/s.tar",
-        [(f"{n}.{e}", d) for n in range(3) for e, d in (("jpg", picture(n)), ("cls", b"1"))],
-    )
+    members = [(f"{n}.{e}", d) for n in range(3) for e, d in (("jpg", picture(n)), ("cls", b"1"))]
+    write_tar(folder / "train/s.tar", members)
     return folder / "train/s.tar"
 
 
@@ -218,19 +198,17 @@ def test_a_cached_catalog_is_used_until_a_shard_changes(tmp_path):
     inode = train(tmp_path, tmp_path / "cached").path.stat().st_ino
     again = train(tmp_path, tmp_path / "cached")
     assert again.path.stat().st_ino == inode
-    assert len(listed(again)) == 3
+    assert len(contents(again)) == 3
     os.utime(shard, ns=(1, 1))
     assert train(tmp_path, tmp_path / "cached").path.stat().st_ino != inode
 
 
 def test_many_threads_read_more_shards_than_can_be_open(tmp_path):
-    for number in range(100):
-        write_tar(
-            tmp_path / f"train/{number:03d}.tar",
-            [(f"a/{number:03d}.jpg", picture(number)), (f"a/{number:03d}.cls", b"0")],
-        )
-    catalog = train(tmp_path)
     expected = [picture(number) for number in range(100)]
+    for number, image in enumerate(expected):
+        members = [(f"a/{number:03d}.jpg", image), (f"a/{number:03d}.cls", b"0")]
+        write_tar(tmp_path / f"train/{number:03d}.tar", members)
+    catalog = train(tmp_path)
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(lambda index: catalog.read(index).tobytes(), list(range(100)) * 5))
     assert read == expected * 5

@@ -18,10 +18,6 @@ def catalog(tmp_path):
     return catalog_of(tmp_path, *NAMES)
 
 
-def no_progress(done, total):
-    """Ignore the progress."""
-
-
 def test_probabilities_are_those_of_a_dense_softmax():
     random = np.random.default_rng(0)
     scores = random.normal(0, 4, (6, 3, 2, 2)).astype(np.float16)
@@ -55,7 +51,7 @@ def test_images_and_maps_are_counted(tmp_path, catalog):
     ids[7] = -1
     keys[9:] = ["d/no image", "d/nor this", "d/2"]
     make_store(tmp_path / "s", keys, scores, ids, classes=4)
-    report = check_store(tmp_path / "s", catalog, no_progress)
+    report = check_store(tmp_path / "s", catalog, lambda *_: None)
     assert (report.missing, report.damage) == (1, [])
     # One image has a row without a map, two images have no row.
     assert (report.images_without_map, report.maps_without_image) == (3, 2)
@@ -63,7 +59,7 @@ def test_images_and_maps_are_counted(tmp_path, catalog):
 
 
 def damage_of(store, catalog):
-    return " ".join(check_store(store, catalog, no_progress).damage)
+    return " ".join(check_store(store, catalog, lambda *_: None).damage)
 
 
 def test_damage_is_found(tmp_path, catalog, capsys):

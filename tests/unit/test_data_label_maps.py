@@ -113,9 +113,8 @@ def run_import(source: Path, store: Path, catalog: Catalog, **changed):
     """Import with four maps per shard; return the problems and the calls of `progress`."""
     calls = []
     options = {"workers": 1, "fail_on_bad_samples": True, "shard_rows": 4, "warn": print} | changed
-    maps, problems = import_labels(
-        source, store, catalog, progress=lambda *done: calls.append(done), **options
-    )
+    options["progress"] = lambda *done: calls.append(done)
+    maps, problems = import_labels(source, store, catalog, **options)
     assert calls[-1] == (maps, maps)
     return problems, calls
 
@@ -155,46 +154,29 @@ def test_images_that_share_a_map_are_refused(tmp_path, catalog, source):
         LabelStore(tmp_path / "s", with_another, None)
 
 
-def test_damage_is_reported_and_finished_shards_are_reused(tmp_path, catalog, source):
-    save(published_map(height=7, classes=3), source / "a" / "1.pt")
+def test_an_import_reports_damage_and_is_resumed(tmp_path, catalog, source):
+    save(published_map(height=7, classes=3), source / "c" / "1.pt")
     (source / "c" / "2.pt").unlink()
-    whole = (source / "c" / "3.pt").read_bytes()
-    (source / "c" / "3.pt").write_bytes(whole[:100])
+    (source / "c" / "3.pt").write_bytes((source / "c" / "3.pt").read_bytes()[:100])
     problems, _ = run_import(source, tmp_path / "s", catalog)
-    assert [problem.split("label map ")[1].split(" ")[0] for problem in problems] == [
-        str(source / "a" / "1.pt"),
-        str(source / "c" / "2.pt"),
-        str(source / "c" / "3.pt"),
-    ]
+    found = [problem.split("label map ")[1].split(" ")[0] for problem in problems]
+    assert found == [str(source / "c" / f"{number}.pt") for number in (1, 2, 3)]
     with pytest.raises(UserError, match=r"store\.json is not the metadata of a label store"):
         LabelStore(tmp_path / "s", catalog, None)
-    before = (tmp_path / "s" / "maps-00001.safetensors").stat().st_mtime_ns
-    publish(source, catalog)
-    problems, calls = run_import(source, tmp_path / "s", catalog)
-    assert problems == []
-    assert calls[0] == (4, 12)
-    assert (tmp_path / "s" / "maps-00001.safetensors").stat().st_mtime_ns == before
-    store = LabelStore(tmp_path / "s", catalog, None)
-    assert np.array_equal(store.read(11)[0], published_map(11)[0].numpy())
-
-
-def test_a_damaged_shard_is_written_again(tmp_path, catalog, source):
-    (source / "c" / "3.pt").write_bytes(b"")
-    run_import(source, tmp_path / "s", catalog)
-    shard = tmp_path / "s" / "maps-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    publish(source, catalog)
-    (tmp_path / "s" / ".maps-00000.safetensors.x.partial").touch()  # the temporary file of a killed attempt
-    assert run_import(source, tmp_path / "s", catalog)[1][0] == (4, 12)
-    assert not list((tmp_path / "s").glob(".*"))
-    assert np.array_equal(LabelStore(tmp_path / "s", catalog, None).read(3)[0], published_map(3)[0].numpy())
-
-
-def test_an_import_with_other_settings_does_not_resume(tmp_path, catalog, source):
-    (source / "c" / "3.pt").write_bytes(b"")
-    run_import(source, tmp_path / "s", catalog)
     with pytest.raises(UserError, match=r"with other metadata .*geometry was whole, is centre-crop:9:9"):
         run_import(source, tmp_path / "s", catalog, geometry=MapGeometry(9, 9))
+    damaged, finished = (tmp_path / "s" / f"maps-0000{number}.safetensors" for number in (0, 1))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    before = finished.stat().st_mtime_ns
+    (tmp_path / "s" / ".maps-00000.safetensors.x.partial").touch()  # the temporary file of a killed attempt
+    publish(source, catalog)
+    problems, calls = run_import(source, tmp_path / "s", catalog)
+    assert (problems, calls[0]) == ([], (4, 12))  # the maps of the finished shard, which is left as it is
+    assert finished.stat().st_mtime_ns == before
+    assert not list((tmp_path / "s").glob(".*"))
+    store = LabelStore(tmp_path / "s", catalog, None)
+    for index in (3, 11):
+        assert np.array_equal(store.read(index)[0], published_map(index)[0].numpy())
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,18 @@ from horovod_volo.token_labels.store import LabelStore
 NAMES = ("a/1.jpg", "a/2.x.jpg", "b/1.jpg", "b/3.png", "c/1.jpg", "c/2.jpg", "c/4.jpg")
 
 
-def test_maps_are_read_by_index_from_a_store_in_any_order(tmp_path):
-    catalog = catalog_of(tmp_path, *NAMES)
+@pytest.fixture
+def catalog(tmp_path):
+    return catalog_of(tmp_path, *NAMES)
+
+
+@pytest.fixture
+def stored(tmp_path, catalog):
+    """Write the store `s` of random maps; return their logits and class numbers."""
+    return random_store(tmp_path / "s", catalog)
+
+
+def test_maps_are_read_by_index_from_a_store_in_any_order(tmp_path, catalog):
     keys = catalog_keys(catalog)
     assert keys[:2] == ["a/1", "a/2"]
     order = np.random.default_rng(1).permutation(len(keys))
@@ -48,9 +58,8 @@ def test_generated_maps_are_found_by_full_names(tmp_path):
     make_store(tmp_path / "s", SIMILAR, scores, ids, classes=3, generated=True)
     own = {name: row for row, name in enumerate(SIMILAR)}
     # The image of a map may be held out while the added one is not.
-    added = catalog_of(
-        tmp_path / "added", *SIMILAR[:3], *SIMILAR[4:5], "a/scan.0003.png", "b/1.png.jpg", "c/x.png.jpg"
-    )
+    others = ("a/scan.0003.png", "b/1.png.jpg", "c/x.png.jpg")
+    added = catalog_of(tmp_path / "added", *SIMILAR[:3], *SIMILAR[4:5], *others)
     # As packing names images that it encodes again; b/1.jpg.jpg was added.
     lengthened = {"a/scan.0001.png.jpg": 0, "b/1.png.jpg": 3, "c/y.png": 5}
     packed = packed_catalog_of(tmp_path / "packed", *lengthened, "b/1.jpg", "b/1.jpg.jpg")
@@ -62,9 +71,8 @@ def test_generated_maps_are_found_by_full_names(tmp_path):
             else:
                 with pytest.raises(BadSampleError, match="has no label map of"):
                     store.read(index)
-    twice = packed_catalog_of(
-        tmp_path / "twice", "a/scan.0001.png.jpg", "a/scan.0001.png.webp", *SIMILAR[2:5]
-    )
+    same = ("a/scan.0001.png.jpg", "a/scan.0001.png.webp")
+    twice = packed_catalog_of(tmp_path / "twice", *same, *SIMILAR[2:5])
     with pytest.raises(UserError, match=r"a/scan\.0001\.png\.jpg and .* same label map"):
         LabelStore(tmp_path / "s", twice, None)
 
@@ -84,8 +92,7 @@ def test_rows_of_a_folder_are_not_taken_for_those_of_shards(tmp_path):
 
 
 @pytest.mark.parametrize("digest", ["same", "other"])
-def test_stores_of_earlier_versions_are_read_where_keys_are_unique(tmp_path, digest):
-    catalog = catalog_of(tmp_path, *NAMES)
+def test_stores_of_earlier_versions_are_read_where_keys_are_unique(tmp_path, digest, catalog):
     digest = catalog.digest if digest == "same" else ""
     scores, _ = random_store(tmp_path / "s", catalog, digest=digest, teacher="a teacher")
     description = tmp_path / "s" / "store.json"
@@ -111,10 +118,8 @@ def test_all_class_numbers_are_exact(tmp_path, classes, dtype):
     # Only the number of classes is used.
     catalog.classes = ("a",) * classes
     ids = np.array([[[[0, 2049, 16385, classes - 1]]], [[[2047, 2048, classes // 2, classes - 2]]]])
-    make_store(
-        tmp_path / "s", catalog_keys(catalog), np.zeros(ids.shape, np.float16), ids, classes=classes,
-        digest=catalog.digest,
-    )  # fmt: skip
+    about = {"classes": classes, "digest": catalog.digest}
+    make_store(tmp_path / "s", catalog_keys(catalog), np.zeros(ids.shape, np.float16), ids, **about)
     store = LabelStore(tmp_path / "s", catalog, None)
     for index in range(2):
         read = store.read(index)[1]
@@ -122,14 +127,12 @@ def test_all_class_numbers_are_exact(tmp_path, classes, dtype):
         assert (read == ids[index]).all()
 
 
-def test_rows_are_computed_once_and_cached(tmp_path):
-    catalog = catalog_of(tmp_path, *NAMES)
-    scores, _ = random_store(tmp_path / "s", catalog)
+def test_rows_are_computed_once_and_cached(tmp_path, catalog, stored):
     cache = tmp_path / "cache"
     LabelStore(tmp_path / "s", catalog, cache)
     (cached,) = cache.iterdir()
     (tmp_path / "s" / "keys.txt").unlink()  # the cached rows are used
-    assert (LabelStore(tmp_path / "s", catalog, cache).read(4)[0] == scores[4]).all()
+    assert (LabelStore(tmp_path / "s", catalog, cache).read(4)[0] == stored[0][4]).all()
     whole = cached.read_bytes()
     for damaged in (b"", b"truncated", whole[:-1], whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:]):
         cached.write_bytes(damaged)
@@ -137,24 +140,20 @@ def test_rows_are_computed_once_and_cached(tmp_path):
             LabelStore(tmp_path / "s", catalog, cache)
 
 
-def test_images_without_a_map_are_reported(tmp_path):
-    catalog = catalog_of(tmp_path, *NAMES)
+def test_images_without_a_map_are_reported(tmp_path, catalog):
     keys = catalog_keys(catalog)
     scores, ids = random_store(tmp_path / "all", catalog)
     ids[2] = -1
     make_store(tmp_path / "s", keys[:-1], scores[:-1], ids[:-1], classes=3)
-    assert [
-        shard["missing"] for shard in json.loads((tmp_path / "s" / "store.json").read_text())["shards"]
-    ] == [1, 0]
     store = LabelStore(tmp_path / "s", catalog, None)
+    assert [shard.missing for shard in store.metadata.shards] == [1, 0]
     store.read(0)
     for index in (2, 6):
         with pytest.raises(BadSampleError, match=f"has no label map of {catalog.name(index)}"):
             store.read(index)
 
 
-def test_a_store_for_other_images_is_refused(tmp_path):
-    catalog = catalog_of(tmp_path, *NAMES)
+def test_a_store_for_other_images_is_refused(tmp_path, catalog):
     scores, ids = random_store(tmp_path / "all", catalog)
     keys = [key.replace("b/", "z/") for key in catalog_keys(catalog)]
     make_store(tmp_path / "classes", keys, scores, ids, classes=3)
@@ -166,9 +165,7 @@ def test_a_store_for_other_images_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other shard"])
-def test_a_damaged_shard_affects_only_its_own_maps(tmp_path, damage):
-    catalog = catalog_of(tmp_path, *NAMES)
-    scores, _ = random_store(tmp_path / "s", catalog)
+def test_a_damaged_shard_affects_only_its_own_maps(tmp_path, catalog, stored, damage):
     shard = tmp_path / "s" / "maps-00001.safetensors"
     if damage == "missing":
         shard.unlink()
@@ -178,16 +175,14 @@ def test_a_damaged_shard_affects_only_its_own_maps(tmp_path, damage):
         shard.write_bytes((tmp_path / "s" / "maps-00002.safetensors").read_bytes())
     store = LabelStore(tmp_path / "s", catalog, None)
     for index in (0, 2, 6):
-        assert (store.read(index)[0] == scores[index]).all()
+        assert (store.read(index)[0] == stored[0][index]).all()
     for index in (3, 5):
         with pytest.raises(BadSampleError, match=r"shard .*maps-00001\.safetensors "):
             store.read(index)
 
 
-def test_damaged_values_are_found(tmp_path):
-    catalog = catalog_of(tmp_path, *NAMES)
-    scores, ids = random_store(tmp_path / "s", catalog)
-    shard = tmp_path / "s" / "maps-00000.safetensors"
+def test_damaged_values_are_found(tmp_path, catalog, stored):
+    (scores, ids), shard = stored, tmp_path / "s" / "maps-00000.safetensors"
     content = shard.read_bytes()
     of_ids = content.index(ids[1].astype(np.int16).tobytes()) + 7  # the high byte of a class number
     of_scores = content.index(scores[1].tobytes()) + 7  # the high byte of a logit
@@ -201,9 +196,7 @@ def test_damaged_values_are_found(tmp_path):
             store.read(1)
 
 
-def test_damaged_keys_and_keys_of_several_images_are_refused(tmp_path):
-    catalog = catalog_of(tmp_path, *NAMES)
-    random_store(tmp_path / "s", catalog)
+def test_damaged_keys_and_keys_of_several_images_are_refused(tmp_path, catalog, stored):
     keys = tmp_path / "s" / "keys.txt"
     first, second, *others = keys.read_text().split("\n")
     keys.write_text("\n".join([second, first, *others]))
@@ -216,21 +209,19 @@ def test_damaged_keys_and_keys_of_several_images_are_refused(tmp_path):
         LabelStore(tmp_path / "twice", catalog, None)
 
 
-def test_a_changed_description_of_a_store_is_refused(tmp_path):
-    catalog = catalog_of(tmp_path, *NAMES)
-    scores, _ = random_store(tmp_path / "s", catalog)
+def test_a_changed_description_of_a_store_is_refused(tmp_path, catalog, stored):
     description = tmp_path / "s" / "store.json"
-    stored = json.loads(description.read_text())
+    right = json.loads(description.read_text())
     for changes in ({"shard_rows": 4}, {"teacher": "another"}, {"checksum": "0"}):
-        description.write_text(json.dumps(stored | changes))
+        description.write_text(json.dumps(right | changes))
         with pytest.raises(UserError, match=r"store\.json is not .* it does not match its checksum"):
             LabelStore(tmp_path / "s", catalog, None)
-    del stored["checksum"]  # earlier versions wrote none
-    description.write_text(json.dumps(stored))
-    assert (LabelStore(tmp_path / "s", catalog, None).read(4)[0] == scores[4]).all()
+    del right["checksum"]  # earlier versions wrote none
+    description.write_text(json.dumps(right))
+    assert (LabelStore(tmp_path / "s", catalog, None).read(4)[0] == stored[0][4]).all()
     absurd = [{"shard_rows": 4}, {"shard_rows": 0}, {"shard_rows": "3"}, {"maps": 10**12}, {"maps": None}]
     absurd += [{"ids": "int17"}, {"top": 0}, {"width": []}, {"classes": "3"}, {"shards": 3}, {"geometry": 3}]
-    for text in (*(json.dumps(stored | changes) for changes in absurd), "[" * 100_000, "[]", "3"):
+    for text in (*(json.dumps(right | changes) for changes in absurd), "[" * 100_000, "[]", "3"):
         description.write_text(text)
         with pytest.raises(UserError, match=r"store\.json is not the metadata of a label store"):
             LabelStore(tmp_path / "s", catalog, None)
@@ -247,18 +238,15 @@ def test_threads_read_the_same_and_no_descriptor_stays_open(tmp_path):
     assert open_files_under(tmp_path) == 0
 
 
-def test_other_folders_are_recognised_or_refused(tmp_path):
-    catalog = catalog_of(tmp_path, *NAMES)
+def test_other_folders_are_recognised_or_refused(tmp_path, catalog, stored):
     folder = publish(tmp_path / "maps", catalog)
     assert isinstance(open_labels(str(folder), catalog, None), PublishedMaps)
     with pytest.raises(UserError, match=r"there is no folder .*nowhere\. --token-label-data takes"):
         open_labels(str(tmp_path / "nowhere"), catalog, None)
-    random_store(tmp_path / "s", catalog)
-    (tmp_path / "s" / "store.json").rename(tmp_path / "s" / "making.json")
+    description = tmp_path / "s" / "store.json"
+    unfinished = description.rename(description.with_name("making.json"))
     with pytest.raises(UserError, match=r"is unfinished\. Run"):
         open_labels(str(tmp_path / "s"), catalog, None)
-    (tmp_path / "s" / "making.json").rename(tmp_path / "s" / "store.json")
-    metadata = json.loads((tmp_path / "s" / "store.json").read_text())
-    (tmp_path / "s" / "store.json").write_text(json.dumps(metadata | {"version": 2}))
+    description.write_text(json.dumps(json.loads(unfinished.read_text()) | {"version": 2}))
     with pytest.raises(UserError, match="has format version 2, this program reads 1"):
         open_labels(str(tmp_path / "s"), catalog, None)

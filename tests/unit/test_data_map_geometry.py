@@ -25,7 +25,6 @@ from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.objective.label_map import map_targets
-from horovod_volo.objective.soft_target import SoftTarget
 from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.token_labels.source import open_labels
 
@@ -34,7 +33,6 @@ SIDE, TOKENS = 96, 6  # of 16 pixels
 SIZES = [(160, 100), (97, 151), (64, 64), (210, 75), (60, 180)]  # width, height
 IMAGES = 40
 GEOMETRIES = (WHOLE, PUBLISHED, MapGeometry(256, 224), MapGeometry(224, 256))
-UNWIDENED = np.array([0, 0, 1, 1], np.float32)
 OFFSET = 2.0  # added to each logit, so that position 0 differs from an absent class
 
 Places = NDArray[np.float64]  # (2, TOKENS, TOKENS): rows, columns, as fractions of the stored image
@@ -71,17 +69,12 @@ def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) 
     catalog.classes = ("a", "b", "c")
     drawn = Data(batch_size=IMAGES, **(PLAIN | settings))
     batch = only_batch(catalog, open_labels(str(maps), catalog, None, geometry), drawn, side=SIDE, seed=SEED)
-    (target,) = map_targets(
-        batch.labels.maps.scores,
-        batch.labels.maps.ids,
-        batch.labels.maps.boxes,
-        sides=(TOKENS,),
-        num_classes=3,
-        geometry="corrected",
-        reach=batch.labels.maps.reach,
-    )
+    read = batch.labels.maps
+    how: dict[str, Any] = {"sides": (TOKENS,), "num_classes": 3, "geometry": "corrected"}
+    (target,) = map_targets(read.scores, read.ids, read.boxes, reach=read.reach, **how)
     # The ratio of a class's probability to that of a class without a logit is exp(logit).
-    logits = torch.stack([_weight_of(target, number) / target.uniform + 1 for number in (0, 1)]).log()
+    weights = [torch.where(target.ids == number, target.weights, 0).sum(dim=1) for number in (0, 1)]
+    logits = (torch.stack(weights) / target.uniform + 1).log()
     reported = logits.numpy().astype(np.float64).reshape(2, IMAGES, TOKENS, TOKENS).swapaxes(0, 1) - OFFSET
     colours = unnormalised(batch.images)
     filled = (np.abs(colours - np.array(FILL)[:, None, None]).max(axis=1) < 1).astype(np.float32)
@@ -89,16 +82,9 @@ def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) 
     filled = torch.nn.functional.max_pool2d(torch.from_numpy(filled), 5, 1, padding=2).numpy()
     shown = _tokens(colours[:, 1::-1] / 255).mean(axis=(3, 5))  # (images, 2, TOKENS, TOKENS)
     blank = _tokens(filled[:, None]).max(axis=(3, 5))[:, 0] > 0
-    return [
-        TokenPlaces(
-            shown[n], reported[n], blank[n], *_extents(catalog.location(index), geometry, int(index), drawn)
-        )
-        for n, index in enumerate(batch.indices)
-    ]
-
-
-def _weight_of(target: SoftTarget, number: int) -> torch.Tensor:
-    return torch.where(target.ids == number, target.weights, 0).sum(dim=1)
+    extents = [_extents(catalog.location(n), geometry, n, drawn) for n in batch.indices.tolist()]
+    places = zip(shown, reported, blank, extents, strict=True)
+    return [TokenPlaces(*of_image, *extent) for *of_image, extent in places]
 
 
 def _tokens(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -181,8 +167,7 @@ def test_labels_move_with_rotated_sheared_and_translated_images(
     if geometry != WHOLE:
         assert (found(WHOLE) > 1).mean() > 0.15
     if geometry == PUBLISHED:  # the measure must detect maps that are not widened
-        monkeypatch.setattr(
-            crop_flip, "covered_after_warp", lambda boxes, _: np.tile(UNWIDENED, (len(boxes), 1))
-        )
+        unwidened = np.array([[0, 0, 1, 1]], np.float32)
+        monkeypatch.setattr(crop_flip, "covered_after_warp", lambda boxes, _: unwidened.repeat(len(boxes), 0))
         # If the whole image is rotated, less of a crop comes from outside the map.
         assert (found(geometry) > 1).mean() > (0.08 if randaugment_on == "crop" else 0.05)

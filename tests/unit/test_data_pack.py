@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from coded_images import contents, files_below
+from coded_images import write_images as save_images
 from PIL import Image, features
 from shard_writers import example, picture, write_tar_index, write_tfrecord
 
@@ -33,19 +36,7 @@ def write_images(folder, count):
 
 
 def content(folder, split):
-    catalog = build_catalog(str(folder), split, None)
-    return {
-        catalog.name(index): (catalog.classes[catalog.targets[index]], catalog.read(index).tobytes())
-        for index in range(len(catalog))
-    }
-
-
-def files(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return {name: rest for name, *rest in contents(build_catalog(str(folder), split, None))}
 
 
 def pack(*arguments):
@@ -79,16 +70,13 @@ def test_images_and_names_are_unchanged(images, packed):
 @pytest.mark.parametrize("kind", ["GIF", *(["AVIF"] if features.check("avif") else [])])
 def test_images_that_are_found_in_shards_whatever_they_are_called(tmp_path, kind):
     """Members of tar shards are images by their names."""
+    pictures = [picture(number, kind) for number in range(2)]
+    records = [example({"image/encoded": image, "image/class/label": n}) for n, image in enumerate(pictures)]
     for split in ("train", "val"):
-        records = [
-            example({"image/encoded": picture(number, kind), "image/class/label": number})
-            for number in range(2)
-        ]
-        (tmp_path / "images" / split).mkdir(parents=True)
         write_tfrecord(tmp_path / f"images/{split}/s.tfrecord", records)
     assert pack(tmp_path / "images", tmp_path / "out", "--workers", 1, "--from", "tfrecord") == 0
-    images = sorted(image for _, image in content(tmp_path / "out", "train").values())
-    assert images == sorted(picture(number, kind) for number in range(2))
+    found = content(tmp_path / "out", "train").values()
+    assert sorted(image for _, image in found) == sorted(pictures)
 
 
 def test_classes_are_mixed_without_no_shuffle(images, packed, tmp_path):
@@ -119,13 +107,10 @@ def test_a_shard_with_spaces_in_a_name_has_no_index(packed):
 
 
 def test_shards_have_the_requested_size(tmp_path):
-    random = np.random.default_rng(0)
+    noise = np.random.default_rng(0).integers(0, 256, (40, 300, 300, 3), dtype=np.uint8)
     for split in ("train", "val"):
-        for number in range(40):
-            file = tmp_path / "images" / split / "a" / f"{number}.jpg"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            noise = random.integers(0, 256, (300, 300, 3), dtype=np.uint8)
-            Image.fromarray(noise).save(file, quality=95)
+        images = {f"{split}/a/{number}.jpg": Image.fromarray(pixels) for number, pixels in enumerate(noise)}
+        save_images(tmp_path / "images", images, quality=95)
     assert pack(tmp_path / "images", tmp_path / "out", "--shard-size-mb", 1, "--workers", 1) == 0
     sizes = [path.stat().st_size for path in sorted((tmp_path / "out/train").glob("*.tar"))]
     assert len(sizes) > 2
@@ -165,7 +150,7 @@ def test_a_killed_pack_is_resumed(tmp_path):
     assert content(out, "train") == content(tmp_path / "images", "train")
     assert {name: (out / "train" / name).stat().st_mtime_ns for name in finished} == before
     assert pack(tmp_path / "images", tmp_path / "again", *command[-4:]) == 0
-    assert files(out) == files(tmp_path / "again")
+    assert files_below(out) == files_below(tmp_path / "again")
     assert pack(*command[3:]) == 0  # a finished pack is left as it is
 
 
@@ -206,9 +191,7 @@ def test_a_pack_that_an_earlier_version_began_in_another_order_is_refused(
 
 
 def test_verify_finds_every_change(packed, tmp_path, capsys):
-    for name, data in files(packed).items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(data)
+    shutil.copytree(packed, tmp_path, dirs_exist_ok=True)
     assert pack(tmp_path, "--verify") == 0
     assert f"{tmp_path}/train: 41 images in 3 shards" in capsys.readouterr().out
     shard, index = tmp_path / "train/train-000001.tar", tmp_path / "train/train-000002.idx"
@@ -229,10 +212,9 @@ def test_verify_finds_every_change(packed, tmp_path, capsys):
 
 def test_images_are_reduced_but_never_enlarged(tmp_path):
     sizes = {"wide.png": (90, 40), "high.jpg": (50, 201), "small.png": (30, 70)}
+    pictures = {name: Image.radial_gradient("L").resize(size) for name, size in sizes.items()}
     for split in ("train", "val"):
-        (tmp_path / f"images/{split}/a").mkdir(parents=True)
-        for name, size in sizes.items():
-            Image.radial_gradient("L").resize(size).save(tmp_path / f"images/{split}/a" / name)
+        save_images(tmp_path / "images", {f"{split}/a/{name}": image for name, image in pictures.items()})
     assert pack(tmp_path / "images", tmp_path / "out", "--resize", 32, "--workers", 1) == 0
     found = content(tmp_path / "out", "train")
     assert sorted(found) == ["a/high.jpg", "a/small.png", "a/wide.png.jpg"]

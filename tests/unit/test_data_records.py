@@ -6,6 +6,7 @@ What is converted is compared with what was written by the formats' descriptions
 import struct
 
 import pytest
+from coded_images import contents
 from shard_writers import (
     RECORDIO_MAGIC,
     example,
@@ -28,11 +29,7 @@ def converted(folder, form, out):
         (folder / "val").symlink_to(folder / "train")
     arguments = [str(folder), str(out), "--from", form, "--no-shuffle", "--workers", "1"]
     assert pack(arguments) == 0
-    catalog = build_catalog(str(out), "train", None)
-    return [
-        (catalog.name(index), catalog.classes[catalog.targets[index]], catalog.read(index).tobytes())
-        for index in range(len(catalog))
-    ]
+    return contents(build_catalog(str(out), "train", None))
 
 
 def assert_resumable(folder, form, out):
@@ -42,37 +39,15 @@ def assert_resumable(folder, form, out):
 
 
 def imagenet_examples():
-    one, two, three = (picture(number, kind) for number, kind in enumerate(("JPEG", "JPEG", "PNG")))
+    first = {"image/height": 12, "image/colorspace": "RGB", "image/ratio": 0.5, "image/class/label": 2}
+    first |= {"image/class/synset": "n2", "image/filename": "some/where/n2_1.JPEG"}
+    second = {"image/class/synset": "n1", "image/filename": "n1_7.JPEG", "image/class/label": 1}
+    third = {"image/class/text": "t" * 5000, "image/filename": "n2_3.JPEG"}
+    third |= {"image/encoded": picture(2, "PNG"), "image/class/synset": "n2", "image/class/label": 300}
     return [
-        example(
-            {
-                "image/height": 12,
-                "image/colorspace": "RGB",
-                "image/ratio": 0.5,
-                "image/class/label": 2,
-                "image/class/synset": "n2",
-                "image/filename": "some/where/n2_1.JPEG",
-                "image/encoded": one,
-            }
-        ),
-        example(
-            {
-                "image/class/synset": "n1",
-                "image/filename": "n1_7.JPEG",
-                "image/class/label": 1,
-                "image/encoded": two,
-            },
-            packed=False,
-        ),
-        example(
-            {
-                "image/class/text": "t" * 5000,
-                "image/filename": "n2_3.JPEG",
-                "image/encoded": three,
-                "image/class/synset": "n2",
-                "image/class/label": 300,
-            }
-        ),
+        example(first | {"image/encoded": picture(0)}),
+        example(second | {"image/encoded": picture(1)}, packed=False),
+        example(third),
     ]
 
 
@@ -145,10 +120,9 @@ def test_training_names_the_command_that_converts(tmp_path, form):
 def damaged_shards():
     one, two = (recordio_content(1.0, number, picture(number)) for number in range(2))
     whole = imagenet_examples()
-    unlabelled, numbered = (
-        example({"image/encoded": b"x"} | extra) for extra in ({}, {"image/class/label": 7})
-    )
-    leading_out = {"image/encoded": b"x", "image/filename": "1.jpg", "image/class/synset": "n1/.."}
+    image = {"image/encoded": b"x"}
+    unlabelled, numbered = example(image), example(image | {"image/class/label": 7})
+    leading_out = image | {"image/filename": "1.jpg", "image/class/synset": "n1/.."}
     yield "tfrecord", whole, slice(None, -50), "cut short"
     yield "tfrecord", whole, slice(1, None), "at byte 0"
     yield "tfrecord", [unlabelled], slice(None), "label"

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_process import BLOCK, read_all, used_bytes
-from coded_images import evaluated_images, train_loader
+from coded_images import contents, evaluated_images, train_loader
 from numpy.typing import NDArray
 from shard_writers import picture, write_tar
 
@@ -40,9 +40,8 @@ ALONE = World.single()
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
     make_demo_set(folder / "images", train=40, val=20, image_side=48)
-    assert (
-        main([str(folder / "images"), str(folder / "shards"), "--workers", "1", "--shard-images", "16"]) == 0
-    )
+    places = [str(folder / "images"), str(folder / "shards")]
+    assert main([*places, "--workers", "1", "--shard-images", "16"]) == 0
     return folder / "shards"
 
 
@@ -69,11 +68,6 @@ def remote(
     return catalog
 
 
-def content(catalog: Catalog) -> list[tuple[str, int, bytes]]:
-    numbers = range(len(catalog))
-    return [(catalog.name(n), int(catalog.targets[n]), catalog.read(n).tobytes()) for n in numbers]
-
-
 def samples(catalog: Catalog, first_step: int = 0, **settings: object) -> list[tuple[list[int], bytes]]:
     """Return the indices and the augmented pixels of an epoch's batches."""
     with closing(train_loader(catalog, Data(batch_size=4, **settings), rank=1, size=2)) as loader:  # type: ignore[arg-type]
@@ -88,7 +82,7 @@ def test_samples_are_those_of_local_shards(packed, server, tmp_path, has_cache):
     with closing(remote(server, cache=tmp_path / "cache" if has_cache else None)) as catalog:
         assert (catalog.digest, catalog.classes) == (local.digest, local.classes)
         assert server.bytes_of(".tar") == 0  # the list needs no shard
-        assert content(catalog) == content(local)
+        assert contents(catalog) == contents(local)
         listed = len(server.requests)
         assert has_cache or len(catalog.read(5)) == sum(length for _, _, length in server.requests[listed:])
         for first_step in (0, 3):  # the second as after a restart
@@ -141,7 +135,7 @@ def test_blocks_are_kept_for_the_next_process_and_read_once(server: FolderServer
 def test_a_damaged_block_is_read_again(server: FolderServer, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with closing(remote(server, cache=cache)) as catalog:
-        expected = content(catalog)
+        expected = contents(catalog)
     blocks = sorted(path for path in (cache / "blocks").rglob("*") if path.is_file())
     blocks[0].write_bytes(bytes(blocks[0].stat().st_size))
     blocks[1].write_bytes(blocks[1].read_bytes()[:100])
@@ -149,7 +143,7 @@ def test_a_damaged_block_is_read_again(server: FolderServer, tmp_path: Path) -> 
     blocks[0].with_name(".0.partial").write_bytes(b"of a process that was killed")
     (cache / "usage").write_bytes(b"")
     with closing(remote(server, cache=cache)) as catalog:
-        assert content(catalog) == expected
+        assert contents(catalog) == expected
 
 
 def test_a_fault_of_the_cache_is_no_damage_of_samples(server: FolderServer, tmp_path: Path) -> None:
@@ -248,16 +242,16 @@ def test_user_and_password_are_those_of_netrc(server, tmp_path, monkeypatch):
     of_any = elsewhere + b"\ndefault login jane password s3cret\n"
     # The last is open to all.
     cases = [(None, 0), (of_any, 0o600), (elsewhere + b"\xff", 0o600), (right, 0o600), (right, 0o644)]
-    for content_, mode in cases:
+    for content, mode in cases:
         server.login = ("", "")
-        if content_ is not None:
-            file.write_bytes(content_)
+        if content is not None:
+            file.write_bytes(content)
             file.chmod(mode)
         remote(server).close()
         server.login = ("Authorization", "Basic " + base64.b64encode(b"jane:s3cret").decode())
-        if (content_, mode) == (right, 0o600):
+        if (content, mode) == (right, 0o600):
             with closing(remote(server)) as catalog:
-                assert len(content(catalog)) == 40
+                assert len(contents(catalog)) == 40
                 assert "s3cret" not in catalog.source + catalog.location(0)
             continue
         with pytest.raises(UserError, match=r"401 Unauthorized.*~/\.netrc.*chmod 600") as raised:
@@ -272,7 +266,7 @@ def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.M
     monkeypatch.setenv("no_proxy", "")
     monkeypatch.setenv("http_proxy", server.address.replace("://", "://jane:p%40ss%2Fw%C3%B6rd@"))
     with closing(shared_catalog("http://shards.test", "train", None, ALONE)) as catalog:
-        assert len(content(catalog)) == 40
+        assert len(contents(catalog)) == 40
     monkeypatch.setenv("http_proxy", server.address.replace("://", "://jane:other@"))
     with pytest.raises(UserError, match=r"407 Proxy Auth.*https_proxy or http_proxy") as raised:
         shared_catalog("http://shards.test", "train", None, ALONE)
@@ -319,7 +313,7 @@ def test_shards_of_others_with_repeated_draws_of_rare_classes(tmp_path, monkeypa
     with serving(tmp_path) as server:
         address = f"{server.address}/100%2525 %231"  # the name of the folder, quoted
         with closing(shared_catalog(address, "train", None, ALONE)) as catalog:
-            assert content(catalog) == content(local)
+            assert contents(catalog) == contents(local)
             found = samples(catalog, balance=1.0)
     assert found == samples(local, balance=1.0)
     assert announced == [index for indices, _ in found for index in indices]
@@ -331,16 +325,10 @@ def stores(server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The environment of object stores, all of which are at the server: a bucket is a folder there."""
     google = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
     google |= {"gcs_base_url": server.address, "disable_oauth": True}
-    variables = {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": server.address,
-        "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(google),
-        "AZURE_STORAGE_ACCOUNT_NAME": "account",
-        "AZURE_STORAGE_ENDPOINT": server.address,
-        "AZURE_SKIP_SIGNATURE": "true",
-    }
+    variables = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    variables |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": server.address}
+    variables |= {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ENDPOINT": server.address}
+    variables |= {"AZURE_SKIP_SIGNATURE": "true", "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(google)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     (server.folder / "bucket").mkdir()
@@ -355,7 +343,7 @@ def test_object_stores_give_the_samples_of_local_shards(packed, stores, tmp_path
     for cache in (Data(), Data(cache_dir=str(tmp_path / "cache"), cache_gib=1.0)):
         with closing(shared_catalog(address, "train", None, ALONE, cache=cache)) as catalog:
             assert catalog.digest == local.digest
-            assert content(catalog) == content(local)
+            assert contents(catalog) == contents(local)
             assert catalog.location(0).startswith(f"{address}/train/train-000000.tar, bytes ")
 
 

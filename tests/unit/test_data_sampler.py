@@ -59,9 +59,8 @@ def test_a_rank_reads_each_position_that_equals_its_rank_modulo_size():
 
 def test_ranks_and_micro_batches_differ_by_one_image_at_most():
     order = np.arange(64, dtype=np.uint32)
-    by_rank = [
-        rank_indices(order, 1, rank=rank, size=3, global_batch=32, accumulation=2) for rank in range(3)
-    ]
+    how = {"size": 3, "global_batch": 32, "accumulation": 2}
+    by_rank = [rank_indices(order, 1, rank=rank, **how) for rank in range(3)]
     assert [[len(part) for part in parts] for parts in by_rank] == [[6, 5], [6, 5], [5, 5]]
     together = np.concatenate([part for parts in by_rank for part in parts])
     assert sorted(together) == list(range(32, 64))
@@ -133,19 +132,16 @@ def test_repeats_of_an_image_are_in_one_step_and_an_epoch_stays_as_long(ranks: i
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return images of two classes, 2 and 14 of them."""
-    names = [f"train/{'a' if number < 2 else 'b'}/{number:02d}.png" for number in range(16)]
-    return write_images(
-        tmp_path / "images", {name: smooth(60, 50, seed=number) for number, name in enumerate(names)}
-    )
+    images = {f"train/{'a' if n < 2 else 'b'}/{n:02d}.png": smooth(60, 50, seed=n) for n in range(16)}
+    return write_images(tmp_path / "images", images)
 
 
 def batches_of(
     folder: Path, settings: Data, first_step: int = 0, *, rank: int = 0, size: int = 1
 ) -> list[TrainBatch]:
     catalog = build_catalog(str(folder), "train", None)
-    with closing(
-        train_loader(catalog, replace(settings, batch_size=8 // size), rank=rank, size=size)
-    ) as loader:
+    settings = replace(settings, batch_size=8 // size)
+    with closing(train_loader(catalog, settings, rank=rank, size=size)) as loader:
         return list(loader.batches(1, first_step))
 
 

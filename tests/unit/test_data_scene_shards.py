@@ -3,7 +3,7 @@
 import pickle
 import shutil
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from box_samples import rank_alone
 from PIL import Image
+from shard_writers import in_this_process
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import BadSampleError, UserError
@@ -36,18 +37,8 @@ PIXELS = np.arange(24, dtype=np.uint8).reshape(4, 6)
 
 @pytest.fixture(autouse=True)
 def _pack_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the shards in this process: tests of packing with several processes are in test_data_pack.py."""
-
-    def run(
-        function: Callable[..., Any],
-        tasks: Mapping[str, tuple[Any, ...]],
-        workers: int,
-        on_result: Callable[[str, Any], None],
-    ) -> None:
-        for name, arguments in tasks.items():
-            on_result(name, function(*pickle.loads(pickle.dumps(arguments))))
-
-    monkeypatch.setattr(packed_split, "run_in_processes", run)
+    """Packing with several processes is tested in test_data_pack.py."""
+    monkeypatch.setattr(packed_split, "run_in_processes", in_this_process)
 
 
 def packed(data: Path, out: Path, *arguments: object) -> Path:

@@ -3,7 +3,6 @@
 With RandAugment before the crop, only the part of an image that its crop needs is decoded.
 """
 
-import io
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coded_images import PLAIN, only_batch, smooth, unnormalised, write_images
+from coded_images import PLAIN, encoded, only_batch, smooth, unnormalised, write_images
 from numpy.typing import NDArray
 from PIL import Image
 from published_augment import NAMES, operations_of, timm_augment
@@ -29,7 +28,7 @@ from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.policy import Operations, draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.image_decoder import build_train_pipeline, resizing_inputs
-from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.prefetcher import BatchPrefetcher, ImageThreadPool
 from horovod_volo.data.train_transform import PendingTrainBatch, TrainTransform
 
@@ -76,10 +75,8 @@ def test_moved_label_maps_equal_pillows_moved_images(kind: ops.Operation, amount
     numbers = np.arange(1, cells**2 + 1).reshape(cells, cells)
     operations = Operations(np.array([[kind]]), np.array([[argument]], np.float32), np.array([[False]]))
     whole = np.array([[0, 0, 1, 1]], np.float32)
-    scores = numbers[None, None].astype(np.float16)
-    moved, ids = warp_maps(
-        scores, numbers[None, None].astype(np.int32), whole, operations, np.ones((1, 2)), whole
-    )
+    maps = (numbers[None, None].astype(dtype) for dtype in (np.float16, np.int32))
+    moved, ids = warp_maps(*maps, whole, operations, np.ones((1, 2)), whole)
     picture = np.repeat(numbers[:, :, None], 3, axis=2).astype(np.uint8)
     theirs = timm_augment(kind, picture, argument, bicubic=False, nearest=True)
     shown_by_pillow = ~(theirs == FILL).all(axis=-1)
@@ -91,12 +88,6 @@ def test_moved_label_maps_equal_pillows_moved_images(kind: ops.Operation, amount
     assert (moved[0, 0][shown] == ids[0, 0][shown]).all()
 
 
-def encoded(image: Image.Image) -> np.ndarray:
-    data = io.BytesIO()
-    image.save(data, "JPEG", quality=95)
-    return np.frombuffer(data.getvalue(), dtype=np.uint8)
-
-
 def batch_resized_by(*, dali: bool) -> torch.Tensor:
     settings = Data(**(PLAIN | {"train_interpolation": "random", "vflip": 0.5, "aa": "rand-m9-inc1"}))
     pictures = [smooth(90 + 7 * number, 120 - 3 * number, seed=number) for number in range(RESIZED)]
@@ -105,16 +96,14 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
     crop_flip = draw_crops(4, 0, indices, sizes, settings)
     assert 0 < crop_flip.bicubic.sum() < RESIZED
     boxes = crop_flip.stored(crop_flip.boxes, sizes)
-    inputs = ([encoded(picture) for picture in pictures], list(boxes[:, :2]), list(boxes[:, 2:]))
+    jpegs = [np.frombuffer(encoded(picture, quality=95), dtype=np.uint8) for picture in pictures]
+    inputs = (jpegs, list(boxes[:, :2]), list(boxes[:, 2:]))
     drawn = draw_operations(4, 0, indices, settings), draw_erasures(4, 0, indices, settings, SIDE)
     device = torch.device("cpu")
     with closing(ImageThreadPool(2, "transform")) as threads:
-        transform = TrainTransform(
-            settings, image_size=SIDE, seed=4, device=device, resized=dali, threads=threads
-        )
-        build = partial(
-            build_train_pipeline, image_size=SIDE, batch=RESIZED, device=device, threads=1, resize=dali
-        )
+        common: dict[str, Any] = {"image_size": SIDE, "device": device}
+        transform = TrainTransform(settings, seed=4, resized=dali, threads=threads, **common)
+        build = partial(build_train_pipeline, batch=RESIZED, threads=1, resize=dali, **common)
         prefetcher = BatchPrefetcher(build, device, 1, lambda index: None, transform)
         flips = (crop_flip.flip_horizontal, crop_flip.flip_vertical, crop_flip.bicubic)
         inputs += resizing_inputs(*flips) if dali else ()
@@ -144,15 +133,12 @@ ON_IMAGE = Data(batch_size=RESIZED, hflip=0.5, vflip=0.5, reprob=0.0, randaugmen
 HISTOGRAM = tuple(each for each in ops.RAND_V1 if each.kind is ops.Kind.HISTOGRAM)
 
 
-def batch_of(catalog: Catalog) -> Any:
-    return only_batch(catalog, None, ON_IMAGE, side=SIDE, seed=DRAWN_SEED, epoch=DRAWN_EPOCH)
-
-
 def test_a_crop_outside_the_moved_image_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = operations_of([(ops.TRANSLATE_X, 1.2), (ops.ROTATE, -22.0)], RESIZED, bicubic=True)
     monkeypatch.setattr(loader_module, "draw_operations", lambda *_: drawn)
     images = {f"train/a/{number:02d}.png": smooth(90, 60, seed=number) for number in range(RESIZED)}
-    batch = batch_of(build_catalog(str(write_images(tmp_path, images)), "train", None))
+    catalog = build_catalog(str(write_images(tmp_path, images)), "train", None)
+    batch = only_batch(catalog, None, ON_IMAGE, side=SIDE, seed=DRAWN_SEED, epoch=DRAWN_EPOCH)
     assert np.abs(unnormalised(batch.images) - np.array(FILL)[:, None, None]).max() < 1
 
 
@@ -184,9 +170,8 @@ def test_an_operation_of_a_plugin_counts_whole_images(monkeypatch: pytest.Monkey
     own = ops.Operation(1000, "Own", ops.Kind.HISTOGRAM, ops.no_argument, ops.EQUALIZE.function)
     monkeypatch.setitem(ops.OPERATIONS, 1000, own)
     crops, sizes, _ = random_crops(4)
-    found, expected = (
-        parts_needed(crops, sizes, operations_of([(kind, 0.0)], 4)) for kind in (own, ops.EQUALIZE)
-    )
+    drawn = (operations_of([(kind, 0.0)], 4) for kind in (own, ops.EQUALIZE))
+    found, expected = (parts_needed(crops, sizes, operations) for operations in drawn)
     assert (found.decoded == expected.decoded).all()
     assert (found.decoded[:, 2:] == sizes).all()
 
@@ -197,9 +182,8 @@ def test_pixels_that_are_not_decoded_do_not_matter() -> None:
     operations = draw_operations(DRAWN_SEED, DRAWN_EPOCH, np.arange(60), ON_IMAGE)
     image = torch.from_numpy(np.asarray(smooth(500, 375, seed=1)).copy()).permute(2, 0, 1)[None]
     parts = parts_needed(crops, sizes, operations)
-    whole_parts = parts_needed(
-        np.tile(np.array([0, 0, 375, 500], np.int32), (len(crops), 1)), sizes, operations
-    )
+    whole_images = np.tile(np.array([0, 0, 375, 500], np.int32), (len(crops), 1))
+    whole_parts = parts_needed(whole_images, sizes, operations)
     for position, (top, left, height, width) in enumerate(crops.tolist()):
         rows = slice(position, position + 1)
         ours = augment_part(part_of(image, parts, position), operations.of(rows), parts.of(rows))

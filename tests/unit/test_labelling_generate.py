@@ -20,7 +20,6 @@ from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.engine.classification import Classification
 from horovod_volo.labelling.generate import (
-    Teacher,
     TeacherChoice,
     TeacherImages,
     centred,
@@ -63,13 +62,10 @@ def choice_of(folder: Path, weights: str) -> TeacherChoice:
     return TeacherChoice("volo_demo", str(folder / f"{weights}.pt"), image_side=SIDE, batch_size=8)
 
 
-def teacher_of(folder: Path, weights: str) -> Teacher:
-    return load_teacher(choice_of(folder, weights), CLASSES)
-
-
 def logits_by_name(folder: Path, weights: str) -> dict[str, torch.Tensor]:
     """Return the teacher's logits (classes, rows, columns) of each image, by its full name."""
-    catalog, teacher = catalog_of(folder / "images"), teacher_of(folder, weights)
+    catalog = catalog_of(folder / "images")
+    teacher = load_teacher(choice_of(folder, weights), CLASSES)
     images = TeacherImages(catalog, SIDE, 8, RankResources(torch.device("cpu"), 1, ""))
     with closing(images):
         return {
@@ -130,14 +126,8 @@ def test_extreme_logits_stay_finite_and_keep_their_probabilities() -> None:
     ordinary = torch.randn(1, 1000, 2, 2, generator=random)
     masked = torch.full((1, 1000, 2, 2), -torch.inf)
     masked[:, 5:8] = torch.tensor([1.0, 0.5, -3.0]).view(3, 1, 1)
-    for logits in (
-        50 * ordinary,
-        ordinary + 1e4,
-        ordinary - 6e4,
-        1e6 * ordinary,
-        masked,
-        masked.clamp(min=-1e9),
-    ):
+    shifted = (ordinary + 1e4, ordinary - 6e4)
+    for logits in (50 * ordinary, 1e6 * ordinary, *shifted, masked, masked.clamp(min=-1e9)):
         best = centred(logits, 3).topk(3, dim=1)
         scores = best.values.clamp(min=0).half()
         assert scores.isfinite().all()
