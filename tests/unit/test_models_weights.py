@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from network_samples import without_aux_head
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -106,10 +107,6 @@ def test_heads_of_other_classes_are_initialized() -> None:
     odd = small() | {"head.weight": torch.zeros(7, 96), "head.bias": torch.zeros(7)}
     with pytest.raises(UserError, match=r"2 of another shape \(first: head.weight\)"):
         load_weights(target, "volo_demo", odd, "some.pth")
-
-
-def without_aux_head(state: State) -> State:
-    return {name: tensor for name, tensor in state.items() if not name.startswith("aux_head")}
 
 
 @pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])

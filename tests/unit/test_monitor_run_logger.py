@@ -4,7 +4,6 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,28 +147,23 @@ def test_the_log_file_has_the_text_of_the_terminal(tmp_path, capsys):
     assert lines == ["run 1", "of Größe", "run 2", "of Größe"]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted_disk(tmp_path / "small", "256k") as folder:
-        yield folder
-
-
-def test_nothing_is_lost_on_a_disk_that_was_full(small_disk, capsys):
-    logger = RunLogger(small_disk, RunLength(0, 100, 10, 1))
-    train(logger, 1)
-    ballast = small_disk / "ballast"
-    with pytest.raises(OSError, match="No space left"):
-        ballast.write_bytes(bytes(2**20))
-    for _ in range(2):
-        logger.log("x" * 10_000)
-    train(logger, 2, 3)
-    ballast.unlink()
-    logger.log("at last")
-    train(logger, 4)
-    logger.close()
-    assert [record["step"] for record in metrics(small_disk)] == [1, 2, 3, 4]
-    assert [step for step, _ in events(small_disk, "train/loss")] == [1, 2, 3, 4]
-    log = (small_disk / "log.txt").read_text().splitlines()
+def test_nothing_is_lost_on_a_disk_that_was_full(tmp_path, capsys):
+    with mounted_disk(tmp_path / "small", "256k") as disk:
+        logger = RunLogger(disk, RunLength(0, 100, 10, 1))
+        train(logger, 1)
+        ballast = disk / "ballast"
+        with pytest.raises(OSError, match="No space left"):
+            ballast.write_bytes(bytes(2**20))
+        for _ in range(2):
+            logger.log("x" * 10_000)
+        train(logger, 2, 3)
+        ballast.unlink()
+        logger.log("at last")
+        train(logger, 4)
+        logger.close()
+        assert [record["step"] for record in metrics(disk)] == [1, 2, 3, 4]
+        assert [step for step, _ in events(disk, "train/loss")] == [1, 2, 3, 4]
+        log = (disk / "log.txt").read_text().splitlines()
     assert [len(line) for line in log if line[0] == "x"] == [10_000, 10_000]
     assert len(log) == 7
     shown = capsys.readouterr().out
