@@ -17,6 +17,7 @@ from horovod_volo.kernels import outlook_gather
 from horovod_volo.models import timm_api
 from horovod_volo.models.blocks import ALL, DropPathSample, sample_drop_path
 from horovod_volo.models.build import build_model, training_forward
+from horovod_volo.models.compiled import find_blocks
 from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.outlook import Outlook, outlook, plain_outlook
 from horovod_volo.models.volo import Volo
@@ -104,10 +105,9 @@ def test_results_and_gradients_equal_the_masked_form(rows: list[int]) -> None:
     usual = tokens + layer(tokens) * mask * 4.0
     ours = DropPathSample(torch.tensor(rows, dtype=torch.int64), 4.0).added(tokens, layer)
     torch.testing.assert_close(ours, usual)
-    expected = torch.autograd.grad((usual * grad_output).sum(), [tokens, *layer.parameters()])
-    found = torch.autograd.grad(
-        (ours * grad_output).sum(), [tokens, *layer.parameters()], allow_unused=not rows
-    )
+    inputs = [tokens, *layer.parameters()]
+    expected = torch.autograd.grad((usual * grad_output).sum(), inputs)
+    found = torch.autograd.grad((ours * grad_output).sum(), inputs, allow_unused=not rows)
     for grad, expected_grad in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.zeros_like(expected_grad) if grad is None else grad, expected_grad)
 
@@ -176,13 +176,6 @@ def volo(drop_path: float) -> Volo:
     return Volo(stem_hidden_dim=8, img_size=64, num_classes=10, drop_path=drop_path, **sizes)
 
 
-def blocks_of(model: Model) -> list[nn.Module]:
-    if isinstance(model, LvVit):
-        return list(model.blocks)
-    stages = [block for stage in model.network if isinstance(stage, nn.Sequential) for block in stage]
-    return [*stages, *model.post_network]
-
-
 IMAGES = random_images(6, 64)
 
 
@@ -235,7 +228,7 @@ def calls(modules: list[nn.Module]) -> Iterator[Counter[nn.Module]]:
 @pytest.mark.parametrize("build", [volo, small_lvvit])
 def test_only_blocks_are_computed_twice(build: Callable[[float], Model]) -> None:
     model = build(0.0).train()
-    blocks = blocks_of(model)
+    blocks = list(find_blocks(model))
     others = [model.patch_embed, model.norm, model.head, model.aux_head]
     others += [model.network[1]] if isinstance(model, Volo) else []
     model.set_grad_checkpointing()

@@ -132,8 +132,6 @@ def test_a_run_folder_is_a_teacher(tmp_path):
     assert named.name.startswith("volo_demo at 64")
     for label in labels:
         torch.testing.assert_close(label, labels[0])
-    with pytest.raises(UserError, match="holds 0 files of weights; name one of them"):
-        load(str(tmp_path / "run" / "checkpoints"))
 
 
 def test_mistakes_are_errors_with_a_remedy(tmp_path):

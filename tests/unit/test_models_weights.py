@@ -53,14 +53,11 @@ def test_position_embeddings_are_resized_bicubically(was: tuple[int, int], new: 
 
 def test_weights_of_another_input_size_load_with_the_embedding_resized() -> None:
     source, target = demo().state_dict(), demo(img_size=96, seed=1)
-    assert load_weights(target, "volo_demo", source, "some.pth") == [
-        ALL_LOADED,
-        "position embedding resized from 4 x 4 to 6 x 6",
-    ]
+    messages = load_weights(target, "volo_demo", source, "some.pth")
+    assert messages == [ALL_LOADED, "position embedding resized from 4 x 4 to 6 x 6"]
     expected = dict(source) | {"pos_embed": resize_position_embedding(source["pos_embed"], (4, 4), (6, 6))}
     assert same(target.state_dict(), expected)
     assert source["pos_embed"].shape == (1, 4, 4, 96)  # the given weights are unchanged
-    assert target.eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 10)
 
 
 def changed(state: State, **entries: Tensor) -> State:

@@ -120,9 +120,8 @@ def test_anchors_by_hand(number: int, pixels: tuple[float, ...]) -> None:
     expected = torch.tensor(pixels) / 300
     torch.testing.assert_close(OF_300.centres[number], expected, rtol=0, atol=1e-7)
     centre, half = expected[:2], expected[2:] / 2
-    torch.testing.assert_close(
-        OF_300.corners[number], torch.cat([centre - half, centre + half]), rtol=0, atol=1e-7
-    )
+    corners = torch.cat([centre - half, centre + half])
+    torch.testing.assert_close(OF_300.corners[number], corners, rtol=0, atol=1e-7)
 
 
 def test_targets_equal_those_of_dali() -> None:

@@ -96,14 +96,14 @@ def test_hidden_matrices_map_features_to_features() -> None:
     assert names == {f"{name}.weight" for name in ("filter", "tall", "wide", "square", "like_tall")}
 
 
+OF_TOKENS = {"pos_embed", "cls_token", "head.weight"}
+
+
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        (
-            "volo_demo",
-            {"patch_embed.conv.0.weight", "pos_embed", "cls_token", "head.weight", "aux_head.weight"},
-        ),
-        ("vit_tiny_patch16_224", {"patch_embed.proj.weight", "pos_embed", "cls_token", "head.weight"}),
+        ("volo_demo", OF_TOKENS | {"patch_embed.conv.0.weight", "aux_head.weight"}),
+        ("vit_tiny_patch16_224", OF_TOKENS | {"patch_embed.proj.weight"}),
         ("resnet18", {"conv1.weight", "fc.weight"}),
     ],
 )
