@@ -107,12 +107,8 @@ def test_a_resume_drops_later_records(tmp_path: Path) -> None:
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 2]
     train(second, 3, loss=2.0)
     second.close()
-    assert [(record["step"], record.get("loss")) for record in metrics(tmp_path)] == [
-        (1, 1.0),
-        (2, 1.0),
-        (2, None),
-        (3, 2.0),
-    ]
+    found = [(record["step"], record.get("loss")) for record in metrics(tmp_path)]
+    assert found == [(1, 1.0), (2, 1.0), (2, None), (3, 2.0)]
     assert events(tmp_path, "train/loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
     assert events(tmp_path, "evaluation/top1") == [(2, 12.5)]
 
@@ -216,11 +212,8 @@ def test_what_says_nothing_is_left_out_until_it_does() -> None:
 
 
 def test_a_resumed_run_shows_what_it_showed() -> None:
-    earlier = [
-        {"step": 1, **POINT},
-        {"step": 2, **POINT, "bad_samples": 1},
-        {"step": 2, "images": 9, "top1": 1},
-    ]
+    damaged, evaluated = {**POINT, "bad_samples": 1}, {"images": 9, "top1": 1}
+    earlier = [{"step": 1, **POINT}, {"step": 2, **damaged}, {"step": 2, **evaluated}]
     assert "bad_samples" in Board(earlier).select(TRAIN, POINT)
     assert "images" not in Board(earlier).select(EVALUATION, {"images": 9})
 
