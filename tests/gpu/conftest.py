@@ -9,14 +9,14 @@ import torch
 
 from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.recipe import assemble
-from horovod_volo.config.schema import Config
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run import setup
 from horovod_volo.engine.step import train_step
 
 OpenContext = Callable[..., TrainContext]
+USUAL: dict[str, Any] = {"model": "volo_demo", "img_size": 64, "batch_size": 4, "epochs": 2, "lr": 1e-3}
+USUAL |= {"warmup_epochs": 0, "workers": 2, "token_label": True, "ground_truth": True}
 
 ON_GPU = pytest.param(
     "cuda:0",
@@ -33,15 +33,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a few images and their label maps."""
-    folder = tmp_path_factory.mktemp("gpu") / "images"
-    make_demo_set(folder, train=48, val=10)
-    return folder
+def images(demo_images: Callable[[int, int], Path]) -> Path:
+    """Return a folder with images for six steps of two micro-batches, and their label maps."""
+    return demo_images(48, 10)
 
 
 @pytest.fixture
-def open_context(images, device, tmp_path, monkeypatch) -> Iterator[OpenContext]:
+def open_context(images: Path, device, tmp_path, monkeypatch) -> Iterator[OpenContext]:
     """Return a function that sets up runs on the device; all are closed at the end."""
 
     def use_device(world: World, _device: str) -> RankResources:
@@ -54,9 +52,10 @@ def open_context(images, device, tmp_path, monkeypatch) -> Iterator[OpenContext]
     contexts: list[TrainContext] = []
 
     def opening(**settings: Any) -> TrainContext:
-        context, _ = setup(
-            _config(images, tmp_path / f"run{len(contexts)}", settings), World.single(), StopRequest()
-        )
+        places = {"data_dir": str(images), "output": str(tmp_path / f"run{len(contexts)}")}
+        places |= {"token_label_data": str(images / "token_labels")}
+        config = assemble(USUAL | places | settings, fallback_name="")
+        context, _ = setup(config, World.single(), StopRequest())
         contexts.append(context)
         return context
 
@@ -73,21 +72,3 @@ def losses(context: TrainContext, steps: int) -> list[float]:
         train_step(context, batches)
         found.append(context.progress.meter.sums()["total"])
     return found
-
-
-def _config(images: Path, output: Path, settings: dict[str, Any]) -> Config:
-    usual = {
-        "data_dir": str(images),
-        "output": str(output),
-        "model": "volo_demo",
-        "img_size": 64,
-        "batch_size": 4,
-        "workers": 2,
-        "token_label": True,
-        "token_label_data": str(images / "token_labels"),
-        "ground_truth": True,
-        "lr": 1e-3,
-        "warmup_epochs": 0,
-        "epochs": 2,
-    }
-    return assemble(usual | settings, fallback_name="")

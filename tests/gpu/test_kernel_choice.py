@@ -66,9 +66,8 @@ def test_wrong_kernels_are_not_used(planted, config, network, device, monkeypatc
         differing = lambda *inputs: tuple(1.01 * result for result in compute(*inputs))  # noqa: E731
         monkeypatch.setitem(operators._kernels, "loss", (differing, write))
         expected = "loss is computed by PyTorch's operators: its kernel gives results that differ by 0.0"
-    checks = [
-        check for check in kernel_checks(config, network.to(device), 5, device) if check.kernel == "loss"
-    ]
+    every = kernel_checks(config, network.to(device), 5, device)
+    checks = [check for check in every if check.kernel == "loss"]
     monkeypatch.setattr(kernel_choice, "kernel_checks", lambda *_: checks)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     as_gpu = torch.device("cuda")

@@ -17,6 +17,7 @@ from horovod_volo.core.operators import use_kernels
 from horovod_volo.kernels.network import fused_outlook
 from horovod_volo.models.outlook import plain_outlook
 from horovod_volo.objective.soft_target import SoftTarget, cross_entropy
+from tests.unit.published_targets import dense
 
 pytest.importorskip("triton")
 
@@ -38,17 +39,13 @@ def _bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
     multiply = InterpreterBuilder.create_dot
 
-    def widened(self: Any, *operands: Any) -> Any:
-        return [
-            self.cast_impl(each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each
-            for each in operands
-        ]
+    def widened(self: Any, operand: Any) -> Any:
+        return self.cast_impl(operand, tl.float32) if operand.dtype.scalar == tl.bfloat16 else operand
 
-    monkeypatch.setattr(
-        InterpreterBuilder,
-        "create_dot",
-        lambda self, a, b, *more: multiply(self, *widened(self, a, b), *more),
-    )
+    def multiply_widened(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        return multiply(self, widened(self, a), widened(self, b), *more)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", multiply_widened)
 
 
 def outlook_case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -115,9 +112,7 @@ def random_case(
 def exact(logits: Tensor, target: SoftTarget, grad_loss: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient by the dense formula in float64."""
     leaf = logits.double().requires_grad_()
-    dense = target.uniform.double().unsqueeze(1).repeat(1, logits.shape[1])
-    dense = dense.scatter_add(1, target.ids, target.weights.double())
-    loss = -(dense * leaf.log_softmax(dim=1)).sum(dim=1)
+    loss = -(dense(target, logits.shape[1]) * leaf.log_softmax(dim=1)).sum(dim=1)
     (grad,) = torch.autograd.grad(loss, leaf, grad_loss.double())
     return loss.detach(), grad
 

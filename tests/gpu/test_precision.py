@@ -16,9 +16,9 @@ OpenContext = Callable[..., TrainContext]
 
 def weights_with_optimizer_state(context: TrainContext) -> dict[str, Tensor]:
     """Copy all tensors that an optimizer step changes."""
-    live = dict(context.state.model.named_parameters()) | state_tensors(
-        context.state.optimizer, context.state.reducer.local_parameters
-    )
+    state = context.state
+    live = dict(state.model.named_parameters())
+    live |= state_tensors(state.optimizer, state.reducer.local_parameters)
     return {name: tensor.detach().clone() for name, tensor in live.items()}
 
 
@@ -29,9 +29,8 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
 def test_an_overflow_changes_only_the_loss_scale(open_context: OpenContext) -> None:
     context = open_context(precision="fp16", clip_grad=1.0)
     scaler = context.state.scaler
-    scaler.load_state_dict(
-        scaler.state_dict() | {"scale": 256.0}
-    )  # so low that only the hook below overflows
+    # So low that only the hook below overflows.
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 256.0})
     batches = context.learner.train_loader.batches(0, 0)
     fresh = weights_with_optimizer_state(context)
     train_step(context, batches)

@@ -1,10 +1,10 @@
-"""A small set of images, and functions that run the trainer and measure its CPU time."""
+"""Functions that run the trainer and measure its CPU time, and weights of runs and of timm's models."""
 
 import resource
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from tests.documents import ROOT
 from tests.ranks.forking import path_of_forks
 from tests.ranks.launching import run, train
 
-TRAIN_IMAGES, HELD_OUT_IMAGES = 40, 20
+TRAIN_IMAGES, HELD_OUT_IMAGES = 40, 20  # of the demo set `images` of tests/conftest.py
 
 
 class EntryResult(NamedTuple):
@@ -88,6 +88,12 @@ def run_in_one_process(
     return printed
 
 
+def files_under(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return sizes and modification times of all files in a folder."""
+    found = sorted(folder.rglob("*"))
+    return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in found}
+
+
 def save_run(
     folder: Path, name: str = "volo_demo", *, side: int = 64, names: Sequence[str] = tuple("0123456789")
 ) -> Path:
@@ -116,9 +122,3 @@ def publish(cache: Path, name: str, state: Mapping[str, torch.Tensor]) -> None:
     (folder / "refs" / "main").write_text("0" * 40)
     save_file(dict(state), blob)
     link.symlink_to(blob)
-
-
-@pytest.fixture(scope="session")
-def demo_set(demo_images: Callable[[int, int], Path]) -> Path:
-    """Return a demo set of a few images."""
-    return demo_images(TRAIN_IMAGES, HELD_OUT_IMAGES)

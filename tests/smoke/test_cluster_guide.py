@@ -56,9 +56,7 @@ def trainings_of(command: str, ranks: int) -> list[list[str]]:
         rest = ["--finetune", *rest]
     if name == "elastic":
         assert rest == [rest[0], "3"]
-        assert all(
-            int(rest[0]) % (8 * nodes) == 0 for nodes in (5, 4, 3)
-        )  # it keeps its batch on fewer nodes
+        assert all(int(rest[0]) % (8 * nodes) == 0 for nodes in (5, 4, 3))  # each keeps its batch
         rest = ["--batch-size", str(int(rest[0]) // ranks)]
     chains = [["--recipe", recipe, *rest]]
     if name == "coarse_to_fine":
@@ -184,13 +182,7 @@ def dry_run(
 
 
 @pytest.mark.parametrize(("command", "settings", "properties", "warnings"), EXPECTED)
-def test_a_published_command(
-    command: str,
-    settings: dict[str, Any],
-    properties: dict[str, str],
-    warnings: list[str],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_published_command(command, settings, properties, warnings, capfd):
     groups, shown, warned = dry_run(command, capfd)
     flat = {name: value for group in groups.values() for name, value in group.items()}
     assert {name: flat[name] for name in settings} == settings
@@ -199,9 +191,7 @@ def test_a_published_command(
     assert any("(--lr 0.0016: not scaled)" in each for each in warned) == (command == LVVIT_TRANSFER)
 
 
-def test_under_a_launcher_one_rank_prints(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_a_launcher_one_rank_prints(capfd, monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     monkeypatch.setenv("HOROVOD_RANK", "1")
     assert main([*arguments_of(LVVIT), "--dry-run"]) == 0

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from tests.ranks.forking import path_of_forks
 from tests.ranks.launching import environment, run
-from tests.runs import assert_same_tensors
+from tests.runs import STOPPED, assert_same_tensors
+from tests.smoke.conftest import files_under
 
 SCRIPT = str(Path(__file__).parents[2] / "jobs" / "coarse_to_fine")
-STOPPED = 75
 STEPS = 10  # of each stage: one epoch of 40 images, 4 per step
 SHORT = ("--epochs", "1", "--warmup-epochs", "0", "--drop-path", "0.2", "--log-every", "1", "--mix-token")
 COARSE, FINE = ("--coarse", "--img-size", "32"), ("--fine", "--img-size", "64", "--lr", "1e-3")
@@ -41,52 +41,44 @@ def log_of(output: Path, stage: str) -> str:
     return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
-def files_under(folder: Path) -> dict[str, int]:
-    return {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")}
-
-
-def assert_same_weights(first: Path, second: Path, stage: str) -> None:
-    weights = Path("chain", stage, "checkpoints/last/model.safetensors")
-    assert_same_tensors(load_file(first / weights), load_file(second / weights))
-
-
 @pytest.fixture(scope="module")
-def uninterrupted(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("uninterrupted")
-    done = chain(demo_set, output)
+    done = chain(images, output)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(f"done: {STEPS} steps") == 2
     assert "Both stages are finished" in done.stdout.splitlines()[-1]
     return output
 
 
-def test_a_chain_that_is_stopped_in_both_stages_gives_the_same_weights(demo_set, uninterrupted, tmp_path):
-    first = chain(demo_set, tmp_path, coarse=("--stop-at-step", "3"))
+def test_a_chain_that_is_stopped_in_both_stages_gives_the_same_weights(images, uninterrupted, tmp_path):
+    first = chain(images, tmp_path, coarse=("--stop-at-step", "3"))
     assert first.returncode == STOPPED, first.stdout
     assert not (tmp_path / "chain" / "fine").exists()
 
     # A failure is not reported as a stop, although the log contains an earlier stop.
-    refused = chain(demo_set, tmp_path, coarse=("--seed", "7"))
+    refused = chain(images, tmp_path, coarse=("--seed", "7"))
     assert refused.returncode == 2
     assert "has seed 42, this run has 7" in refused.stdout
 
-    second = chain(demo_set, tmp_path, fine=("--stop-at-step", "4"))
+    second = chain(images, tmp_path, fine=("--stop-at-step", "4"))
     assert second.returncode == STOPPED, second.stdout
     assert "resumed  at step 3: epoch 0" in log_of(tmp_path, "coarse")
     assert f"weights from {tmp_path}/chain/coarse" in log_of(tmp_path, "fine")
 
-    third = chain(demo_set, tmp_path)
+    third = chain(images, tmp_path)
     assert third.returncode == 0, third.stdout
     assert "resumed  at step 4: epoch 0" in log_of(tmp_path, "fine")
     assert log_of(tmp_path, "coarse").count("done: ") == 1
     for stage in ("coarse", "fine"):
-        assert_same_weights(uninterrupted, tmp_path, stage)
+        weights = Path("chain", stage, "checkpoints/last/model.safetensors")
+        assert_same_tensors(load_file(uninterrupted / weights), load_file(tmp_path / weights))
 
 
-def test_a_finished_chain_ends_at_once(demo_set: Path, uninterrupted: Path) -> None:
+def test_a_finished_chain_ends_at_once(images: Path, uninterrupted: Path) -> None:
     before = files_under(uninterrupted)
     began = time.monotonic()
-    again = chain(demo_set, uninterrupted)
+    again = chain(images, uninterrupted)
     assert again.returncode == 0
     assert again.stdout.splitlines() == [
         f"Both stages are finished; the best weights are in {uninterrupted}/chain/fine/checkpoints/best"
@@ -95,20 +87,20 @@ def test_a_finished_chain_ends_at_once(demo_set: Path, uninterrupted: Path) -> N
     assert files_under(uninterrupted) == before
 
 
-def test_a_launcher_that_returns_0_before_the_end_is_an_error(demo_set: Path, tmp_path: Path) -> None:
+def test_a_launcher_that_returns_0_before_the_end_is_an_error(images: Path, tmp_path: Path) -> None:
     """mpirun may return 0 when it has lost a host."""
-    done = chain(demo_set, tmp_path, launch="true")
+    done = chain(images, tmp_path, launch="true")
     assert done.returncode == 1, done.stdout
     assert "ended before training was finished" in done.stdout
     assert not list(tmp_path.rglob("finished"))
 
 
-def test_a_signal_to_the_script_reaches_the_ranks(demo_set: Path, tmp_path: Path) -> None:
+def test_a_signal_to_the_script_reaches_the_ranks(images: Path, tmp_path: Path) -> None:
     """The run has more epochs than the test waits for; the signal is sent after two of them.
 
     horovodrun returns 1 for any nonzero status of the ranks; the script returns theirs.
     """
-    command = [*command_of(demo_set, tmp_path, 2), *COARSE, "--epochs", "500", *FINE]
+    command = [*command_of(images, tmp_path, 2), *COARSE, "--epochs", "500", *FINE]
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(command, env=environment(LAUNCH=GLOO), stdout=output, stderr=output)
         try:

@@ -100,15 +100,15 @@ WRITTEN = {
 }
 
 
-def prepare(folder: Path, demo_set: Path, document: str) -> None:
+def prepare(folder: Path, images: Path, document: str) -> None:
     """Put images under the names that the documents use, and a run of timm's resnet18."""
     save_run(folder / "run", "resnet18")
     if document != "docs/evaluation.md":
-        (folder / "imagenet").symlink_to(demo_set)
-        (folder / "token_label_data").symlink_to(demo_set / "token_labels")
+        (folder / "imagenet").symlink_to(images)
+        (folder / "token_label_data").symlink_to(images / "token_labels")
         return
-    (folder / "photos").symlink_to(demo_set / "val")
-    for number, file in enumerate(sorted((demo_set / "val").rglob("*.jpg")), 1):
+    (folder / "photos").symlink_to(images / "val")
+    for number, file in enumerate(sorted((images / "val").rglob("*.jpg")), 1):
         named = folder / "imagenet" / "val" / str(number % 10) / f"ILSVRC2012_val_{number:08d}.JPEG"
         numbered = folder / "imagenetv2" / str(number % 10) / file.name
         for copy in (named, numbered):
@@ -125,11 +125,11 @@ def adapted(text: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("document", WRITTEN)
-def test_the_commands_of_a_document_run(document: str, demo_set: Path, tmp_path: Path) -> None:
+def test_the_commands_of_a_document_run(document: str, images: Path, tmp_path: Path) -> None:
     elsewhere = ELSEWHERE
     if document == "README.md":
         elsewhere = elsewhere | set(commands_in(text_of("docs/tutorial.md")))  # on the same photos
-    prepare(tmp_path, demo_set, document)
+    prepare(tmp_path, images, document)
     for command in commands_in(text_of(document)):
         if command not in elsewhere:
             printed = shell(adapted(command, tmp_path), tmp_path)
@@ -141,9 +141,8 @@ def test_the_commands_of_a_document_run(document: str, demo_set: Path, tmp_path:
         larger = tomllib.loads((tmp_path / "runs" / "other_size" / "resolved.toml").read_text())
         assert (larger["model"]["img_size"], larger["update"]["lr"]) == (96, 1e-4)
     if document == "docs/export.md":
-        best, averaged = (
-            load_file(tmp_path / name / "model.safetensors")["fc.weight"] for name in ("export", "averaged")
-        )
+        exports = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "averaged"))
+        best, averaged = (tensors["fc.weight"] for tensors in exports)
         assert torch.equal(averaged, 2 * best)
         for block in blocks(text_of(document)):
             if block.language == "python":
@@ -196,13 +195,13 @@ PLUGIN = "--plugin my_package.my_module"
 CHOSEN = f"{PLUGIN} --model tiny_conv --loss focal --opt signum --sched square --aa mine-m9-n2"
 
 
-def test_the_documented_plugin_trains_is_evaluated_and_measured(demo_set: Path, tmp_path: Path) -> None:
+def test_the_documented_plugin_trains_is_evaluated_and_measured(images: Path, tmp_path: Path) -> None:
     (module,) = [block.code for block in blocks(text_of("docs/plugins.md")) if block.language == "python"]
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "__init__.py").touch()
     (tmp_path / "my_package" / "my_module.py").write_text(module)
 
-    recipe = f"{demo_set} --recipe demo --no-token-label -b 8 --log-every 1 {CHOSEN}"
+    recipe = f"{images} --recipe demo --no-token-label -b 8 --log-every 1 {CHOSEN}"
     printed = shell(f"horovod-volo train {recipe} --name mine --stop-at-step 5", tmp_path, status=75)
     assert "tiny_conv, 954 parameters" in printed  # (3 * 16 + 1) * 16 + (16 + 1) * 10
     lines = (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
@@ -211,7 +210,7 @@ def test_the_documented_plugin_trains_is_evaluated_and_measured(demo_set: Path, 
     # The focal loss of ten equal probabilities is (1 - 0.1)^2 ln 10.
     assert losses[0] == pytest.approx(1.87, abs=0.3)
 
-    evaluate = f"horovod-volo evaluate {demo_set} --weights runs/mine -b 8 --json result.json"
+    evaluate = f"horovod-volo evaluate {images} --weights runs/mine -b 8 --json result.json"
     shell(f"{evaluate} {PLUGIN}", tmp_path)
     assert json.loads((tmp_path / "result.json").read_text())["model"] == "tiny_conv"
     refused = shell(evaluate, tmp_path, status=2)
@@ -250,13 +249,13 @@ EXPECTED: dict[str, Callable[[dict[str, Any], str], object]] = {
 
 
 @pytest.mark.parametrize("part", EXPECTED)
-def test_an_example(part, demo_set, tmp_path, monkeypatch, capsys):
+def test_an_example(part, images, tmp_path, monkeypatch, capsys):
     assert len(EXAMPLES) == len(EXPECTED)
     (code,) = [code for code in EXAMPLES if part in code]
     for large, small in SMALLER_EXAMPLE.items():
         code = code.replace(large, small)
-    photo = sorted((demo_set / "val").rglob("*.jpg"))[0]
-    code = code.replace("/path/to/images", str(demo_set)).replace("/path/to/photo.jpg", str(photo))
+    photo = sorted((images / "val").rglob("*.jpg"))[0]
+    code = code.replace("/path/to/images", str(images)).replace("/path/to/photo.jpg", str(photo))
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, f"docs/python.md, {part}", "exec"), names)

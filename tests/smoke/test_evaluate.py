@@ -23,7 +23,8 @@ from timm.data import create_transform, resolve_model_data_config
 
 from horovod_volo import evaluate, predict
 from horovod_volo.models.weights_header import read_class_names
-from tests.ranks.launching import python, run, train
+from tests.ranks.launching import python, run
+from tests.runs import records, start
 from tests.smoke.conftest import HELD_OUT_IMAGES, publish, save_run
 
 TIMMS = "test_vit.r160_in1k"  # the smallest timm model whose mean and std are not ImageNet's
@@ -37,40 +38,32 @@ def evaluated(data: Path, weights: object, *flags: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run folder of a short training with averaged weights."""
     output = tmp_path_factory.mktemp("trained")
-    done = train(
-        *(str(demo_set), "--model", "volo_demo", "--img-size", "32", "-b", "8", "--epochs", "2"),
-        *("--warmup-epochs", "0", "--cooldown-epochs", "0", "--ema-decay", "0.9"),
-        *("--output", str(output), "--name", "run"),
-        ranks=2,
-        start_with="gloo",
-    )
-    assert done.returncode == 0, done.stdout
+    start(images, output, "--epochs", "2", "--ema-decay", "0.9")
     return output / "run"
 
 
-def test_the_accuracies_are_those_of_the_training(trained: Path, demo_set: Path) -> None:
-    lines = (trained / "metrics.jsonl").read_text().splitlines()
-    trained_scores = [record for record in map(json.loads, lines) if "top1" in record][-1]
+def test_the_accuracies_are_those_of_the_training(trained: Path, images: Path) -> None:
+    trained_scores = records(trained.parent, "top1")[-1]
     last = trained / "checkpoints" / "last"
     for weights, prefix in ((last, ""), (last / "ema.safetensors", "ema_")):
-        result = evaluated(demo_set, weights, "-b", "8")
+        result = evaluated(images, weights, "-b", "8")
         for name in ("top1", "top5"):
             assert result[name] == trained_scores[prefix + name]
         assert result["loss"] == pytest.approx(trained_scores[f"{prefix}loss"], rel=1e-6)
         assert all(result[name] == trained_scores[name] for name in ("images", "bad_samples"))
         assert (result["model"], result["img_size"]) == ("volo_demo", 32)
     assert trained_scores["loss"] != trained_scores["ema_loss"], "both are the same weights"
-    folders = tuple(sorted(path.name for path in (demo_set / "val").iterdir()))
+    folders = tuple(sorted(path.name for path in (images / "val").iterdir()))
     assert read_class_names(str(last)) == read_class_names(str(last / "ema.safetensors")) == folders
 
 
-def test_classes_are_found_by_their_names(trained, demo_set, tmp_path, capsys):
+def test_classes_are_found_by_their_names(trained, images, tmp_path, capsys):
     """Without the first class, the others keep their numbers; a class of another name is refused."""
-    whole = evaluated(demo_set, trained, "--per-class", "all")
-    shutil.copytree(demo_set / "val", tmp_path / "some" / "val")
+    whole = evaluated(images, trained, "--per-class", "all")
+    shutil.copytree(images / "val", tmp_path / "some" / "val")
     first = min((tmp_path / "some" / "val").iterdir())
     left_out = len(list(first.iterdir()))
     shutil.rmtree(first)
@@ -145,13 +138,15 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    """Return what the command prints, or its error message if it has this status."""
     capsys.readouterr()
     assert predict.main([str(argument) for argument in arguments]) == status
-    return capsys.readouterr().out
+    printed = capsys.readouterr()
+    return printed.err if status else printed.out
 
 
-def test_each_format_has_the_same_classes(weights, demo_set, capsys):
-    folder = demo_set / "val"
+def test_each_format_has_the_same_classes(weights, images, capsys):
+    folder = images / "val"
     whole = json.loads(shown(capsys, weights, folder, "--format", "json", "--top", "10"))
     names = sorted(["n01440764 tench, Tinca tinca", *NAMES[1:]])
     assert all(sorted(each["class"] for each in row["classes"]) == names for row in whole)
@@ -169,21 +164,16 @@ def test_each_format_has_the_same_classes(weights, demo_set, capsys):
     assert f"{best['class']} {100 * best['probability']:.1f} %" in table[0]
 
 
-def test_the_page_shows_every_image_and_requests_nothing(weights, demo_set, tmp_path, capsys):
+def test_the_page_shows_every_image_and_requests_nothing(weights, images, tmp_path, capsys):
     page = tmp_path / "page.html"
-    shown(capsys, weights, demo_set / "val", "--top", "10", "--html", page)
+    shown(capsys, weights, images / "val", "--top", "10", "--html", page)
     text = page.read_text()
     assert len(re.findall('src="data:image/jpeg;base64,', text)) == HELD_OUT_IMAGES
     assert "//" not in re.sub('base64,[^"]*', "", text), "an address"
     assert "<class>" not in text
     assert "&lt;class&gt; 3" in text
-    assert "cannot write" in mistake(capsys, weights, demo_set / "val", "--html", tmp_path / "no" / "page")
-
-
-def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    capsys.readouterr()
-    assert predict.main([str(argument) for argument in arguments]) == 2
-    return capsys.readouterr().err
+    missing = ("--html", tmp_path / "no" / "page")
+    assert "cannot write" in shown(capsys, weights, images / "val", *missing, status=2)
 
 
 def test_images_that_cannot_be_read_are_named(weights, tmp_path, capsys):
@@ -203,12 +193,12 @@ def test_images_that_cannot_be_read_are_named(weights, tmp_path, capsys):
         (weights, "empty", "no images in"),
         (tmp_path / "nothing", "", "no weights at"),
     ):
-        assert message in mistake(capsys, source, tmp_path / images)
+        assert message in shown(capsys, source, tmp_path / images, status=2)
 
 
-def test_names_are_read_from_stdin_and_a_reader_may_stop_reading(weights, demo_set, tmp_path):
+def test_names_are_read_from_stdin_and_a_reader_may_stop_reading(weights, images, tmp_path):
     names = tmp_path / "names.txt"
-    names.write_text("\n".join(map(str, sorted((demo_set / "val").rglob("*.jpg")))))
+    names.write_text("\n".join(map(str, sorted((images / "val").rglob("*.jpg")))))
     command = f"{shlex.join(python())} -m horovod_volo.predict {weights} - -b 1 < {names} | head -n 3"
     done = run(["bash", "-o", "pipefail", "-c", command], seconds=100)
     assert done.returncode == 0, done.stdout

@@ -76,16 +76,12 @@ def clean(tmp_path_factory: pytest.TempPathFactory, archives: Path) -> Path:
     return folder / "venv/bin"
 
 
-def package_files() -> set[str]:
-    listed = call(ROOT, "git", "ls-files", "--cached", "--others", "--exclude-standard", "horovod_volo")
-    return set(listed.split())
-
-
 def test_the_archives_contain_the_package_and_nothing_else(archives: Path) -> None:
     (wheel,), (source,) = archives.glob("*.whl"), archives.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
-    assert names == package_files()
+    listed = call(ROOT, "git", "ls-files", "--cached", "--others", "--exclude-standard", "horovod_volo")
+    assert names == set(listed.split())
     assert "horovod_volo/config/recipes/volo_d1.toml" in names
     assert "horovod_volo/cluster/build_horovod.sh" in names
     with tarfile.open(source) as archive:

@@ -7,16 +7,10 @@ import pytest
 
 from horovod_volo.train import main
 from tests.ranks.launching import train
-from tests.smoke.conftest import TRAIN_IMAGES, EntryResult, run_entry, run_here
+from tests.runs import MISTAKE, STOPPED
+from tests.smoke.conftest import TRAIN_IMAGES, EntryResult, files_under, run_entry, run_here
 
-MISTAKE, STOPPED = 2, 75
 TINY = ["--model", "volo_demo", "--img-size", "32", "-b", "8", "--epochs", "1", "--warmup-epochs", "0"]
-
-
-def files_under(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return sizes and modification times of all files in a folder."""
-    found = sorted(folder.rglob("*"))
-    return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in found}
 
 
 def assert_refused(result: EntryResult, message: str) -> None:
@@ -27,12 +21,12 @@ def assert_refused(result: EntryResult, message: str) -> None:
     assert result.cpu_seconds < 10
 
 
-def test_help_and_mistakes_in_flags_are_printed_quickly(demo_set: Path, tmp_path: Path) -> None:
+def test_help_and_mistakes_in_flags_are_printed_quickly(images: Path, tmp_path: Path) -> None:
     """In an interpreter of its own, which does not import PyTorch."""
     helped = run_entry("--help")
     assert helped.status == 0
     assert helped.output.startswith("usage: [horovodrun -np RANKS] horovod-volo train DATA_DIR")
-    mistaken = run_entry(str(demo_set), *TINY, "--output", str(tmp_path / "runs"), "--modle", "volo_demo")
+    mistaken = run_entry(str(images), *TINY, "--output", str(tmp_path / "runs"), "--modle", "volo_demo")
     assert_refused(mistaken, "There is no flag --modle. Did you mean --model?")
     assert max(helped.cpu_seconds, mistaken.cpu_seconds) < 3
     assert not list(tmp_path.iterdir())
@@ -49,23 +43,24 @@ def test_help_and_mistakes_in_flags_are_printed_quickly(demo_set: Path, tmp_path
         ("--model resnet18 --mix-token", "resnet18 gives no token logits. Add --no-token-label"),
         ("--model volo_d1_224", "Use --model volo_d1, which has the same parameters and gives them."),
         ("--opt lars --shard-optimizer", "--opt lars needs them whole. Use --opt adamw or sgd"),
+        ("--opt muon --shard-optimizer", "--opt muon needs them whole."),
         ("--model vgg11 --no-mix-token --drop-path 0.1", "timm does not build vgg11 with these settings"),
         ("--model vgg11 --no-mix-token --grad-checkpoint", "vgg11 has no activation checkpointing."),
         ("--model test_resnet --no-mix-token --finetune timm:resnet1", "timm has no model 'resnet1'."),
         ("--token-label --token-label-data maps --map-geometry middle", "is not a geometry of label maps"),
     ],
 )
-def test_mistakes_in_settings(arguments, message, demo_set, tmp_path, capfd):
-    given = [str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments.split()]
+def test_mistakes_in_settings(arguments, message, images, tmp_path, capfd):
+    given = [str(images), *TINY, "--output", str(tmp_path / "runs"), *arguments.split()]
     assert_refused(run_here(*given, streams=capfd), message)
     assert not list(tmp_path.iterdir())
 
 
-def test_mistakes_in_the_data_folder(demo_set, tmp_path, capfd):
+def test_mistakes_in_the_data_folder(images, tmp_path, capfd):
     where = ("--output", str(tmp_path / "runs"))
     result = run_here(str(tmp_path / "nowhere"), *where, streams=capfd)
     assert_refused(result, f"there is no data folder {tmp_path}/nowhere")
-    data = shutil.copytree(demo_set, tmp_path / "data")
+    data = shutil.copytree(images, tmp_path / "data")
     empty = sorted((data / "train").iterdir())[3]
     shutil.rmtree(empty)
     empty.mkdir()
@@ -77,10 +72,10 @@ def test_mistakes_in_the_data_folder(demo_set, tmp_path, capfd):
 
 
 @pytest.fixture(scope="module")
-def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped_run(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two steps, each with a checkpoint, and return the run folder."""
     output = tmp_path_factory.mktemp("stopped")
-    settings = (str(demo_set), *TINY, "--output", str(output), "--name", "first")
+    settings = (str(images), *TINY, "--output", str(output), "--name", "first")
     assert main([*settings, "--checkpoint-every", "1", "--stop-at-step", "2"]) == STOPPED
     return output / "first"
 
@@ -98,19 +93,17 @@ def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         ("first --resume {first}/checkpoints/step_00000001", "a run up to step_00000002"),
     ],
 )
-def test_settings_that_differ_from_the_checkpoint_are_refused(
-    arguments: str, message: str, stopped_run: Path, demo_set: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_that_differ_from_the_checkpoint_are_refused(arguments, message, stopped_run, images, capfd):
     before = files_under(stopped_run.parent)
     name, *flags = arguments.format(first=stopped_run).split()
-    given = [str(demo_set), *TINY, "--output", str(stopped_run.parent), "--name", name, *flags]
+    given = [str(images), *TINY, "--output", str(stopped_run.parent), "--name", name, *flags]
     assert_refused(run_here(*given, streams=capfd), message)
     assert files_under(stopped_run.parent) == before
 
 
-def test_other_images_than_the_checkpoints_are_refused(stopped_run, demo_set, tmp_path, capfd):
+def test_other_images_than_the_checkpoints_are_refused(stopped_run, images, tmp_path, capfd):
     """Each class has the same number of images, but another name of one image changes their order."""
-    changed = shutil.copytree(demo_set, tmp_path / "set")
+    changed = shutil.copytree(images, tmp_path / "set")
     image = sorted((changed / "train" / "ring").iterdir())[0]
     image.rename(image.with_name("another.jpg"))
     given = [str(changed), *TINY, "--output", str(stopped_run.parent), "--name", "first", "--resume", "auto"]
@@ -120,14 +113,13 @@ def test_other_images_than_the_checkpoints_are_refused(stopped_run, demo_set, tm
 # Several ranks. Only the lines of ranks are checked, because the launcher prints others.
 
 
-def test_several_ranks_print_one_message(demo_set: Path, tmp_path: Path) -> None:
-    given = [str(demo_set), *TINY, "--output", str(tmp_path / "runs"), "-b", "21"]
+def test_several_ranks_print_one_message(images: Path, tmp_path: Path) -> None:
+    given = [str(images), *TINY, "--output", str(tmp_path / "runs"), "-b", "21"]
     done = train(*given, ranks=2, start_with="gloo")
     assert done.returncode != 0
     # "[0]<stderr>:error: ..."; a rank that the launcher ends after the first prints "Terminated".
-    messages = [
-        line for line in done.stdout.splitlines() if line[0:1] == "[" and not line.endswith(">:Terminated")
-    ]
+    of_ranks = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    messages = [line for line in of_ranks if not line.endswith(">:Terminated")]
     assert len(messages) == 1, done.stdout
     assert messages[0].startswith("[0]<stderr>:error: ")
     assert f"= 42 images, but there are {TRAIN_IMAGES}. Use --batch-size 20 or less." in messages[0]

@@ -21,13 +21,13 @@ REFUSED = {  # by the extra that each needs
 }
 
 
-def test_the_core_trains_without_extras_and_refuses_them_by_name(demo_set: Path, tmp_path: Path) -> None:
+def test_the_core_trains_without_extras_and_refuses_them_by_name(images: Path, tmp_path: Path) -> None:
     copied = tmp_path / "copy" / "horovod_volo"
     shutil.copytree(ROOT / copied.name, copied, ignore=shutil.ignore_patterns("__pycache__"))
     for name in EXTRAS:
         shutil.rmtree(copied / name)
-    refused = {name: command.format(images=demo_set) for name, command in REFUSED.items()}
-    trained = f"train {demo_set} {SMALL} --epochs 1 --name run"
+    refused = {name: command.format(images=images) for name, command in REFUSED.items()}
+    trained = f"train {images} {SMALL} --epochs 1 --name run"
     printed = run_in_one_process(tmp_path, trained, *refused.values(), package=copied.parent)
     assert "done: 10 steps" in printed[trained]
     assert printed[trained].endswith("status 0\n")
@@ -41,10 +41,10 @@ READ_BY_PILLOW = "images read by Pillow (DALI is not installed)"
 BLOCKED = ("horovod", "nvidia.dali", "faster_coco_eval", "mpi4py", "onnxruntime", "matplotlib")
 
 
-def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
-    names = sorted(path.name for path in (demo_set / "val").iterdir())
-    weights, held_out = save_run(tmp_path / "weights", names=names), next((demo_set / "val").rglob("*.jpg"))
-    train = f"train {demo_set} --model volo_demo --img-size 64 -b 16 --epochs 1 --name new"
+def test_the_commands_of_one_rank(images: Path, tmp_path: Path) -> None:
+    names = sorted(path.name for path in (images / "val").iterdir())
+    weights, held_out = save_run(tmp_path / "weights", names=names), next((images / "val").rglob("*.jpg"))
+    train = f"train {images} --model volo_demo --img-size 64 -b 16 --epochs 1 --name new"
     boxes = tmp_path / "boxes"
     for split in ("train2017", "val2017"):
         write_coco(boxes, [image(1, 40, 40)], [annotation(1, (0, 0, 20, 20))], split)
@@ -52,12 +52,12 @@ def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
         "train": train,
         "resumed with another decoder": f"{train} --resume auto --image-decoder dali",
         "detection": f"train {boxes} --task detection --model volo_d1 --img-size 224 -b 1",
-        "evaluate": f"evaluate {demo_set} --weights runs/new",
+        "evaluate": f"evaluate {images} --weights runs/new",
         "predict": f"predict {weights} {held_out}",
         "report": "report runs/new",
         "export": f"export {weights} exported --onnx",
-        "generate": f"labels generate {demo_set} store --teacher {weights} --img-size 64 --top 3",
-        "verify": f"labels verify store --data {demo_set}",
+        "generate": f"labels generate {images} store --teacher {weights} --img-size 64 --top 3",
+        "verify": f"labels verify store --data {images}",
         "doctor": "doctor",
     }
     printed = run_in_one_process(tmp_path, *commands.values(), blocked=BLOCKED)
@@ -78,8 +78,8 @@ def test_the_commands_of_one_rank(demo_set: Path, tmp_path: Path) -> None:
     assert "<img" in (tmp_path / "runs/new/report.html").read_text()
 
 
-def test_several_ranks_name_the_build_of_horovod(demo_set: Path, tmp_path: Path) -> None:
-    command = f"evaluate {demo_set} --weights weights"
+def test_several_ranks_name_the_build_of_horovod(images: Path, tmp_path: Path) -> None:
+    command = f"evaluate {images} --weights weights"
     launched = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
     printed = run_in_one_process(tmp_path, command, blocked=BLOCKED, **launched)[command]
     assert printed.count("Build it: horovod-volo build-horovod --install.") == 1

@@ -9,7 +9,6 @@ import re
 import runpy
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,16 @@ CONFIG = DOCS / "site" / "mkdocs.yml"
 REGENERATE = "run ./tools/docs generate, and commit what it changes"
 
 
-def pages_in(navigation: Any) -> Iterator[str]:
-    """Yield the pages of a navigation, in its order."""
+def pages_in(navigation: Any) -> list[str]:
+    """Return the pages of a navigation, in its order."""
     if isinstance(navigation, str):
-        yield navigation
-    for entry in navigation.values() if isinstance(navigation, dict) else navigation:
-        if not isinstance(navigation, str):
-            yield from pages_in(entry)
+        return [navigation]
+    entries = navigation.values() if isinstance(navigation, dict) else navigation
+    return [page for entry in entries for page in pages_in(entry)]
 
 
 def test_the_navigation_has_every_page_once() -> None:
-    listed = list(pages_in(yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["nav"]))
+    listed = pages_in(yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["nav"])
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert set(listed) == pages, f"list each page of docs/ under nav in {CONFIG.relative_to(ROOT)}"
     assert len(listed) == len(set(listed))

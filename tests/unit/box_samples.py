@@ -15,6 +15,7 @@ from horovod_volo.dense.dense_batches import RankContext
 from horovod_volo.models.precision import autocast
 
 CATEGORIES = ({"id": 90, "name": "toothbrush"}, {"id": 1, "name": "person"}, {"id": 18, "name": "dog"})
+COLORS = {1: (255, 0, 0), 18: (0, 255, 0), 90: (0, 0, 255)}
 
 
 def annotation(image: int, box: tuple[float, ...], category: int = 1, **changes: Any) -> dict[str, Any]:
@@ -37,17 +38,13 @@ def write_coco(
         for each in annotations:
             if each["image_id"] == image["id"]:
                 left, top, width, height = (round(side) for side in each["bbox"])
-                pixels[top : top + height, left : left + width] = color_of(each["category_id"])
+                pixels[top : top + height, left : left + width] = COLORS[each["category_id"]]
         Image.fromarray(pixels).save(root / split / image["file_name"])
     path = root / "annotations" / f"instances_{split}.json"
     path.parent.mkdir(exist_ok=True)
     listed = {"images": images, "annotations": annotations, "categories": list(CATEGORIES)} | content
     path.write_text(json.dumps(listed))
     return path
-
-
-def color_of(category: int) -> tuple[int, int, int]:
-    return {1: (255, 0, 0), 18: (0, 255, 0), 90: (0, 0, 255)}[category]
 
 
 def image(number: int, width: int, height: int, name: str = "") -> dict[str, Any]:

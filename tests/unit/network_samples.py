@@ -32,6 +32,11 @@ def unchanged(tokens: Tensor) -> Tensor:
     return tokens
 
 
+def without_aux_head(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state_dict as a network without an auxiliary head has it."""
+    return {name: tensor for name, tensor in state.items() if not name.startswith("aux_head.")}
+
+
 def small_lvvit(drop_path: float = 0.0, **settings: Any) -> LvVit:
     """Build a small LV-ViT for images of 64 pixels and ten classes."""
     torch.manual_seed(0)

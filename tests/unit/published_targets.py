@@ -23,7 +23,7 @@ def dense_map(scores: Tensor, ids: Tensor, num_classes: int) -> Tensor:
     return zeros.scatter(0, ids.long(), scores.double())
 
 
-def bilinear(cells: Tensor, y: float, x: float, *, nearest: tuple[bool, bool] = (False, False)) -> Tensor:
+def bilinear(cells: Tensor, y: float, x: float, *, nearest: tuple[bool, bool]) -> Tensor:
     """Interpolate (classes, height, width) cells at one point: 0 outside [-1, size], clamped at the edges.
 
     Where `nearest` is set for rows or columns, the nearest cell is used at any distance.
@@ -40,17 +40,9 @@ def bilinear(cells: Tensor, y: float, x: float, *, nearest: tuple[bool, bool] = 
     return upper * (1 - down) + lower * down
 
 
-def roi_align(
-    cells: Tensor,
-    x1: float,
-    y1: float,
-    x2: float,
-    y2: float,
-    side: int,
-    *,
-    nearest: tuple[bool, bool] = (False, False),
-) -> Tensor:
+def roi_align(cells: Tensor, corners: list[float], side: int, *, nearest: tuple[bool, bool]) -> Tensor:
     """Average an adaptive number of samples in each of side x side bins (aligned=False, spatial_scale=1)."""
+    x1, y1, x2, y2 = corners
     bin_width, bin_height = max(x2 - x1, 1.0) / side, max(y2 - y1, 1.0) / side
     across, down = ceil(bin_width), ceil(bin_height)
     pooled = torch.zeros(cells.shape[0], side, side, dtype=cells.dtype)
@@ -71,18 +63,13 @@ def image_target(
     height, width = cells.shape[1:]
     top, left, tall, wide = box.double().tolist()
     bottom, right = top + tall, left + wide
-    if (
-        geometry == "reference"
-    ):  # top, left, bottom, right are read as x1, y1, x2, y2, all multiplied by the width
-        corners = [edge * width - 0.5 for edge in (top, left, bottom, right)]
-    else:
-        corners = [
-            edge * size - 0.5
-            for edge, size in ((left, width), (top, height), (right, width), (bottom, height))
-        ]
+    edges = ((left, width), (top, height), (right, width), (bottom, height))
+    if geometry == "reference":  # top and left are read as x and y, all multiplied by the width
+        edges = ((top, width), (left, width), (bottom, width), (right, width))
+    corners = [edge * size - 0.5 for edge, size in edges]
     # Not in the published code, whose boxes are inside their images: beyond a map the nearest cell is used.
     nearest = top < 0 or bottom > 1, left < 0 or right > 1
-    return roi_align(cells, *corners, side, nearest=nearest).flatten(1).T.softmax(dim=1)
+    return roi_align(cells, corners, side, nearest=nearest).flatten(1).T.softmax(dim=1)
 
 
 def batch_target(

@@ -68,14 +68,16 @@ def test_a_job_that_fails_is_not_requeued(tmp_path, mpirun, variables, status, m
     assert "requeue" not in done.stdout
 
 
-def test_a_job_of_srun_that_saved_is_requeued_although_srun_killed_a_rank(tmp_path: Path) -> None:
-    done = ended(tmp_path, "pretrain demo", f'echo "{last_line(4)}"; exit 137', LAUNCHER="srun")
+@pytest.mark.parametrize(
+    ("job", "launch", "variables", "message"),
+    [
+        ("elastic demo 8 1", "exit 1", {}, "lost 1 of 1 nodes"),
+        # srun kills a rank, although the run has saved.
+        ("pretrain demo", f'echo "{last_line(4)}"; exit 137', {"LAUNCHER": "srun"}, last_line(4)),
+    ],
+)
+def test_a_job_that_can_go_on_is_requeued(tmp_path, job, launch, variables, message):
+    done = ended(tmp_path, job, launch, **variables)
     assert done.returncode == 75, done.stdout
-    assert "scontrol requeue 7" in done.stdout
-
-
-def test_an_elastic_job_whose_nodes_are_lost_is_requeued(tmp_path: Path) -> None:
-    done = ended(tmp_path, "elastic demo 8 1", "exit 1")
-    assert done.returncode == 75, done.stdout
-    assert "lost 1 of 1 nodes" in done.stdout
+    assert message in done.stdout
     assert "scontrol requeue 7" in done.stdout

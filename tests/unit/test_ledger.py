@@ -48,10 +48,16 @@ def begun(folder: Path, step: int, start: LedgerStart = START) -> Ledger:
     return ledger
 
 
-def test_an_epoch_and_a_half(tmp_path: Path) -> None:
-    ledger = begun(tmp_path, 0)
-    take(ledger, 1, 4)
+def written(folder: Path, first: int, last: int, start: LedgerStart = START, **mistake: int) -> Ledger:
+    """Begin before step `first`, take all steps to `last`, and write them."""
+    ledger = begun(folder, first - 1, start)
+    take(ledger, first, last, **mistake)
     ledger.write()
+    return ledger
+
+
+def test_an_epoch_and_a_half(tmp_path: Path) -> None:
+    ledger = written(tmp_path, 1, 4)
     take(ledger, 5, 9)  # across the end of the epoch
     ledger.write()
     text = check_ledger(tmp_path)
@@ -61,12 +67,8 @@ def test_an_epoch_and_a_half(tmp_path: Path) -> None:
 
 
 def test_other_ranks_and_repeated_steps(tmp_path: Path) -> None:
-    first = begun(tmp_path, 0)
-    take(first, 1, 5)
-    first.write()
-    second = begun(tmp_path, 3, replace(START, ranks=3))  # 8 images on 3 ranks: 3, 3, 2
-    take(second, 4, 12)
-    second.write()
+    written(tmp_path, 1, 5)
+    written(tmp_path, 4, 12, replace(START, ranks=3))  # 8 images on 3 ranks: 3, 3, 2
     assert "2 epochs are complete" in check_ledger(tmp_path)
     assert "12 steps in 2 starts or re-formations; 2 steps were trained again" in check_ledger(tmp_path)
 
@@ -88,22 +90,16 @@ def test_a_new_rank_0_writes_what_the_lost_one_did_not(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_written_in_part(tmp_path: Path) -> None:
-    ledger = begun(tmp_path, 0)
-    take(ledger, 1, 4)
-    ledger.write()
+    written(tmp_path, 1, 4)
     with (tmp_path / LEDGER).open("a") as file:
         file.write('{"steps": [5, 6], "epo')
-    again = begun(tmp_path, 4)
-    take(again, 5, 6)
-    again.write()
+    written(tmp_path, 5, 6)
     assert "1 epochs are complete" in check_ledger(tmp_path)
 
 
 @pytest.mark.parametrize("mistake", [{"skip_rank": 1}, {"epoch_shift": 1}], ids=["image", "epoch"])
 def test_an_image_taken_twice_or_of_another_epoch_shows(tmp_path: Path, mistake: dict[str, int]) -> None:
-    ledger = begun(tmp_path, 0)
-    take(ledger, 1, 3, **mistake)
-    ledger.write()
+    written(tmp_path, 1, 3, **mistake)
     with pytest.raises(UserError, match="their checksums differ"):
         check_ledger(tmp_path)
 
@@ -120,9 +116,7 @@ def test_an_image_taken_twice_or_of_another_epoch_shows(tmp_path: Path, mistake:
     ],
 )
 def test_mistakes(tmp_path: Path, change: Callable[[Records], object], message: str) -> None:
-    ledger = begun(tmp_path, 0)
-    take(ledger, 1, 3)
-    ledger.write()
+    ledger = written(tmp_path, 1, 3)
     take(ledger, 4, 5)
     ledger.write()
     take(begun(tmp_path, 5), 6, 6)

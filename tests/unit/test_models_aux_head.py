@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from network_samples import perturbed, random_images, unchanged
-from torch import Tensor, nn
+from network_samples import perturbed, random_images, unchanged, without_aux_head
+from torch import nn
 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
@@ -28,17 +28,13 @@ def network(name: str = "volo_demo", *, aux_head: bool = True, classes: int = CL
     return build_model(name, img_size=SIDE, num_classes=classes, drop_path=0.0, aux_head=aux_head)
 
 
-def without_head(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if not name.startswith("aux_head.")}
-
-
 # Networks without an auxiliary head
 
 
 @pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
 def test_initial_weights_are_the_same_with_and_without_the_head(name: str) -> None:
     own = network(name, aux_head=False).state_dict()
-    expected = without_head(network(name).state_dict())
+    expected = without_aux_head(network(name).state_dict())
     assert own.keys() == expected.keys()
     assert all(torch.equal(own[key], tensor) for key, tensor in expected.items())
 
@@ -48,7 +44,7 @@ def test_initial_weights_are_the_same_with_and_without_the_head(name: str) -> No
 def test_without_the_head_the_logits_are_those_of_the_class_token(name: str) -> None:
     whole, images = perturbed(network(name)), random_images(4, SIDE)
     model = network(name, aux_head=False)
-    model.load_state_dict(without_head(whole.state_dict()))
+    model.load_state_dict(without_aux_head(whole.state_dict()))
     for swap_tokens in (unchanged, lambda grid: grid.flip(0)):
         class_logits, token_logits = training_forward(model)(images, swap_tokens)
         torch.testing.assert_close(class_logits, training_forward(whole)(images, swap_tokens)[0])
@@ -100,21 +96,6 @@ def test_a_head_trained_for_one_step_is_used(opt: str, classes: int) -> None:
     assert model.aux_head.bias.all()
 
 
-@pytest.mark.parametrize(
-    ("run", "reason"),
-    [
-        ({}, ""),
-        ({"token_label": True, "dense_weight": 0.5}, ""),
-        ({"token_label": False, "dense_weight": 0.5}, "the run did not train the auxiliary head"),
-        ({"token_label": True, "dense_weight": 0.0}, "the run did not train the auxiliary head"),
-    ],
-)
-def test_a_run_whose_settings_do_not_train_the_head_leaves_it_out(run, reason):
-    """After fine-tuning without token labels the head is that of the initial weights, trained with others."""
-    state = perturbed(network()).state_dict()
-    assert reason_to_leave_out(state, run, "auto", "some.pth") == reason
-
-
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     torch.save(perturbed(network()).state_dict(), tmp_path / "weights.pth")
@@ -123,27 +104,30 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_weights_are_loaded_with_or_without_the_head(run_folder: Path) -> None:
+    """After fine-tuning without token labels the head is that of the initial weights, trained with others."""
     images, whole = random_images(2, SIDE), perturbed(network()).eval()
     recipe = run_folder / "resolved.toml"
     original = recipe.read_text()
-    for settings, choice, has in (
-        ("", "auto", True),
-        ("", "off", False),
-        ("[objective]\ntoken_label = false\n", "auto", False),
-        ("[objective]\ntoken_label = false\n", "on", True),
+    untrained = "the run did not train the auxiliary head"
+    for settings, choice, reason in (
+        ("", "auto", ""),
+        ("", "off", "--aux-head off"),
+        ("token_label = true\ndense_weight = 0.5\n", "auto", ""),
+        ("token_label = false\ndense_weight = 0.5\n", "auto", untrained),
+        ("token_label = true\ndense_weight = 0.0\n", "auto", untrained),
+        ("token_label = false\n", "on", ""),
     ):
-        recipe.write_text(original + settings)
+        recipe.write_text(f"{original}[objective]\n{settings}")
         loaded = load_pretrained(str(run_folder), aux_head=choice)
-        assert loaded.has_aux_head == has
-        assert any("evaluated by the class token alone" in message for message in loaded.messages) != has
+        has = loaded.has_aux_head
+        assert has == (not reason)
+        assert (f"evaluated by the class token alone: {reason}" in loaded.messages) != has
         with torch.inference_mode():
             expected = whole(images) if has else whole.head(whole.forward_features(images)[:, 0])
             torch.testing.assert_close(loaded.network(images), expected)
 
 
 def test_a_missing_head_cannot_be_requested(run_folder: Path) -> None:
-    torch.save(without_head(network().state_dict()), run_folder / "weights.pth")
-    loaded = load_pretrained(str(run_folder))
-    assert "evaluated by the class token alone: the weights have no auxiliary head" in loaded.messages
+    torch.save(without_aux_head(network().state_dict()), run_folder / "weights.pth")
     with pytest.raises(UserError, match=r"have no auxiliary head\. Drop --aux-head on"):
         load_pretrained(str(run_folder), aux_head="on")

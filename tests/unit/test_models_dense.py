@@ -56,16 +56,6 @@ def tiny(channels: int = 6, classes: int = 5) -> SSD:
     return SSD(TinyTrunk(channels), [channels], classes, SSD300)
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("resnet34", 19_975_222), ("resnet50", 22_894_902)])
-def test_the_number_of_parameters(name: str, parameters: int) -> None:
-    with torch.device("meta"):  # without the memory for the weights
-        model = build_ssd(Model(model=name, img_size=300), 80)
-        assert sum(map(Tensor.numel, model.parameters())) == parameters
-        theirs, ours = create_model(name).state_dict(), model.backbone.state_dict()
-    assert {key.split(".")[0] for key in theirs.keys() - ours.keys()} == {"layer4", "fc"}
-    assert all(theirs[key].shape == value.shape for key, value in ours.items())
-
-
 @pytest.mark.parametrize("rule", [SSD300, anchor_rule(320)])
 @torch.inference_mode()
 def test_outputs_are_in_the_order_of_the_anchors(rule: AnchorRule) -> None:
@@ -153,15 +143,9 @@ def test_weights_of_classification_begin_the_trunk_of_ssd(name: str) -> None:
     assert none == []
 
 
-def build(
-    name: str,
-    img_size: int = 64,
-    *,
-    classes: int = 5,
-    drop_path: float = 0.0,
-) -> UperNet:
-    model = Model(model=name, img_size=img_size, drop_path=drop_path)
-    return UperNet(model, Segmentation(head_width=16, auxiliary_width=16), classes)
+def build(name: str, img_size: int = 64, *, classes: int = 5) -> UperNet:
+    settings = Segmentation(head_width=16, auxiliary_width=16)
+    return UperNet(Model(model=name, img_size=img_size), settings, classes)
 
 
 def test_the_heads_have_mmsegmentations_names() -> None:
@@ -173,7 +157,6 @@ def test_the_heads_have_mmsegmentations_names() -> None:
     units += [f"{part}.{number}" for part in ("lateral_convs", "fpn_convs") for number in range(3)]
     expected = {f"{unit}.{part}" for unit in units for part in norm} | {"conv_seg.weight", "conv_seg.bias"}
     assert set(names) == expected
-    assert len(names) == 38
     auxiliary = {name for name, _ in network.auxiliary_head.named_parameters()}
     assert auxiliary == {f"convs.0.{part}" for part in norm} | {"conv_seg.weight", "conv_seg.bias"}
 

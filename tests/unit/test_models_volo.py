@@ -35,9 +35,6 @@ def demo_of_lvvit() -> LvVit:
     return perturbed(small_lvvit(), strength=0.05)
 
 
-BOTH = pytest.mark.parametrize("build", [demo, demo_of_lvvit])
-
-
 @pytest.mark.parametrize(
     ("name", "side"),
     [("volo_d1", 224), ("volo_d2", 384), ("volo_d3", 448), ("volo_d4", 448), ("volo_d5", 512)],
@@ -83,11 +80,12 @@ def test_evaluation_equals_timms_with_the_weights_of_either() -> None:
 
 @pytest.mark.parametrize(
     ("build", "shapes"),
-    [(demo, [(4, 8, 8, 48), (4, 4, 4, 96)]), (demo_of_lvvit, [(4, 4, 4, 48), (4, 4, 4, 48)])],
+    [(demo, [(3, 8, 8, 48), (3, 4, 4, 96)]), (demo_of_lvvit, [(3, 4, 4, 48), (3, 4, 4, 48)])],
 )
 @torch.inference_mode()
 def test_the_same_box_is_swapped_after_the_stem_and_before_the_head(build, shapes):
-    model, pictures = build().eval(), random_images(4, 64)
+    """Of an odd batch the middle image is its own partner."""
+    model, pictures = build().eval(), random_images(3, 64)
     box = Box(top=1, left=0, height=2, width=3, grid=4)
     grids: list[Tensor] = []
 
@@ -105,9 +103,9 @@ def test_the_same_box_is_swapped_after_the_stem_and_before_the_head(build, shape
     class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
     assert torch.equal(class_logits, class_of_mixed)
     assert not torch.allclose(class_logits, model.training_logits(pictures, unchanged)[0], atol=1e-3)
-    grid, mixed = token_logits.view(4, 4, 4, 10), tokens_of_mixed.view(4, 4, 4, 10)
-    for image, row, column in product(range(4), repeat=3):
-        source = 3 - image if row in (1, 2) and column < 3 else image
+    grid, mixed = token_logits.view(3, 4, 4, 10), tokens_of_mixed.view(3, 4, 4, 10)
+    for image, row, column in product(range(3), range(4), range(4)):
+        source = 2 - image if row in (1, 2) and column < 3 else image
         torch.testing.assert_close(grid[image, row, column], mixed[source, row, column], rtol=0, atol=1e-6)
 
 
@@ -122,8 +120,6 @@ def test_stochastic_depth_rises_over_the_transformers_only(name: str, rate: floa
     blocks = outlookers + transformers
     expected = [rate * block / (blocks - 1) for block in range(outlookers, blocks)]
     assert per_branch == pytest.approx(expected)
-    if name == "volo_d1":
-        assert (per_branch[0], per_branch[-1]) == pytest.approx((0.0471, 0.2), abs=5e-5)
 
 
 def test_stochastic_depth_of_lvvit_rises_over_all_blocks() -> None:

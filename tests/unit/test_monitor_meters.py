@@ -4,6 +4,7 @@ import io
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,17 +42,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-class WaitedSeconds:
-    """Returns the seconds waited for data since the start of the run."""
-
-    seconds = 10.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 def meter() -> LossMeter:
-    return LossMeter(("total", "class_loss"), CPU, WaitedSeconds())
+    return LossMeter(("total", "class_loss"), CPU, lambda: 10.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -84,10 +76,10 @@ def test_adding_does_not_keep_the_graph_alive() -> None:
 
 
 def test_timers_count_from_the_reset(clock: FakeClock) -> None:
-    waiting = WaitedSeconds()
-    losses = LossMeter(("total",), CPU, waiting)
+    data = SimpleNamespace(waited=10.0)
+    losses = LossMeter(("total",), CPU, lambda: data.waited)
     clock.now += 4
-    waiting.seconds += 1.5
+    data.waited += 1.5
     assert (losses.seconds, losses.data_wait_seconds) == (4.0, 1.5)
     losses.reset()
     assert (losses.seconds, losses.data_wait_seconds) == (0.0, 0.0)

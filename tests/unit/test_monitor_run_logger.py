@@ -4,7 +4,6 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,12 +121,8 @@ def test_a_resume_drops_later_records(tmp_path: Path) -> None:
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 2]
     train(second, 3, loss=2.0)
     second.close()
-    assert [(record["step"], record.get("loss")) for record in metrics(tmp_path)] == [
-        (1, 1.0),
-        (2, 1.0),
-        (2, None),
-        (3, 2.0),
-    ]
+    found = [(record["step"], record.get("loss")) for record in metrics(tmp_path)]
+    assert found == [(1, 1.0), (2, 1.0), (2, None), (3, 2.0)]
     assert events(tmp_path, "train/loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
     assert events(tmp_path, "evaluation/top1") == [(2, 12.5)]
 
@@ -162,28 +157,23 @@ def test_the_log_file_has_the_text_of_the_terminal(tmp_path, capsys):
     assert lines == ["run 1", "of Größe", "run 2", "of Größe"]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mounted_disk(tmp_path / "small", "256k") as folder:
-        yield folder
-
-
-def test_nothing_is_lost_on_a_disk_that_was_full(small_disk, capsys):
-    logger = RunLogger(small_disk, RunLength(0, 100, 10, 1))
-    train(logger, 1)
-    ballast = small_disk / "ballast"
-    with pytest.raises(OSError, match="No space left"):
-        ballast.write_bytes(bytes(2**20))
-    for _ in range(2):
-        logger.log("x" * 10_000)
-    train(logger, 2, 3)
-    ballast.unlink()
-    logger.log("at last")
-    train(logger, 4)
-    logger.close()
-    assert [record["step"] for record in metrics(small_disk)] == [1, 2, 3, 4]
-    assert [step for step, _ in events(small_disk, "train/loss")] == [1, 2, 3, 4]
-    log = (small_disk / "log.txt").read_text().splitlines()
+def test_nothing_is_lost_on_a_disk_that_was_full(tmp_path, capsys):
+    with mounted_disk(tmp_path / "small", "256k") as disk:
+        logger = RunLogger(disk, RunLength(0, 100, 10, 1))
+        train(logger, 1)
+        ballast = disk / "ballast"
+        with pytest.raises(OSError, match="No space left"):
+            ballast.write_bytes(bytes(2**20))
+        for _ in range(2):
+            logger.log("x" * 10_000)
+        train(logger, 2, 3)
+        ballast.unlink()
+        logger.log("at last")
+        train(logger, 4)
+        logger.close()
+        assert [record["step"] for record in metrics(disk)] == [1, 2, 3, 4]
+        assert [step for step, _ in events(disk, "train/loss")] == [1, 2, 3, 4]
+        log = (disk / "log.txt").read_text().splitlines()
     assert [len(line) for line in log if line[0] == "x"] == [10_000, 10_000]
     assert len(log) == 7
     shown = capsys.readouterr().out
@@ -236,11 +226,8 @@ def test_what_says_nothing_is_left_out_until_it_does() -> None:
 
 
 def test_a_resumed_run_shows_what_it_showed() -> None:
-    earlier = [
-        {"step": 1, **POINT},
-        {"step": 2, **POINT, "bad_samples": 1},
-        {"step": 2, "images": 9, "top1": 1},
-    ]
+    damaged, evaluated = {**POINT, "bad_samples": 1}, {"images": 9, "top1": 1}
+    earlier = [{"step": 1, **POINT}, {"step": 2, **damaged}, {"step": 2, **evaluated}]
     assert "bad_samples" in Board(earlier).select(TRAIN, POINT)
     assert "images" not in Board(earlier).select(EVALUATION, {"images": 9})
 

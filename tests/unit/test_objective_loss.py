@@ -1,6 +1,8 @@
 """The loss with targets from label maps, against dense published formulas and RoIAlign by loops."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, get_args
 
@@ -8,9 +10,8 @@ import published_targets as published
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import LabelMaps, Labels
@@ -20,18 +21,14 @@ from horovod_volo.objective.mixing import NO_BOX, Box, ImageMix
 from horovod_volo.objective.soft_target import SoftTarget
 
 
-class LargestTensor(TorchDispatchMode):
-    """A context that records the number of elements of the largest tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return out
+def most_allocated(compute: Callable[[], object]) -> int:
+    """Return the bytes that are allocated at the same time, at most, while something is computed."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        compute()
+    # Every allocation is among the raw events; the profiler's own table has sums by operation.
+    events = watched.profiler.kineto_results.events()
+    changes = sorted((each.start_ns(), int(each.nbytes())) for each in events if each.name() == "[memory]")
+    return max(accumulate(size for _, size in changes))
 
 
 GEOMETRIES = get_args(Geometry)
@@ -99,9 +96,8 @@ def test_boxes_beyond_their_map_read_its_nearest_cells(height: int, width: int, 
         ]
     )
     expected = published.batch_target(scores, ids, boxes, side, 11, "corrected")
-    target = map_target(
-        scores, ids, boxes, side=side, num_classes=11, geometry="corrected", reach=float(boxes[:, 2:].max())
-    )
+    how = {"num_classes": 11, "geometry": "corrected", "reach": float(boxes[:, 2:].max())}
+    target = map_target(scores, ids, boxes, side=side, **how)
     actual = published.dense(target, 11).unflatten(0, (8, side * side))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -111,18 +107,16 @@ def test_targets_of_extreme_logits_are_finite(extreme: float) -> None:
     scores, ids, boxes = published.random_maps(2, 2, 4, 4, 9, seed=11)
     scores = (scores.sign() * extreme).half()
     expected = published.batch_target(scores, ids, boxes, 2, 9, "corrected")
-    torch.testing.assert_close(
-        dense_target(scores, ids, boxes, 2, 9, "corrected"), expected, rtol=1e-4, atol=1e-5
-    )
+    found = dense_target(scores, ids, boxes, 2, 9, "corrected")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_negative_logits_of_all_classes_keep_their_order() -> None:
     scores, ids, boxes = published.random_maps(2, 3, 4, 4, 3, seed=17)  # all three classes in every cell
     scores = -1000 - scores
     expected = published.batch_target(scores, ids, boxes, 2, 3, "corrected")
-    torch.testing.assert_close(
-        dense_target(scores, ids, boxes, 2, 3, "corrected"), expected, rtol=1e-3, atol=1e-4
-    )
+    found = dense_target(scores, ids, boxes, 2, 3, "corrected")
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     target = map_target(scores, ids, boxes, side=2, num_classes=3, geometry="corrected")
     assert torch.equal(most_probable(target), expected.argmax(dim=2).flatten())
 
@@ -139,9 +133,8 @@ def test_ids_are_exact_with_logits_of_any_sign(sign: int) -> None:
 @pytest.mark.parametrize("num_classes", [4, 9])
 def test_the_most_probable_class_is_the_first_maximum(num_classes: int) -> None:
     scores, ids, boxes = published.random_maps(40, 2, 3, 3, num_classes, seed=14)
-    scores[:20] = -scores[
-        :20
-    ].abs()  # here a class without an entry is the most probable, or in a full row the least negative one
+    # Here a class without an entry is the most probable, or in a full row the least negative one.
+    scores[:20] = -scores[:20].abs()
     target = map_target(scores, ids, boxes, side=2, num_classes=num_classes, geometry="corrected")
     # In single precision, so that equal probabilities are equal numbers.
     expected = published.dense(target, num_classes).float().argmax(dim=1)
@@ -151,13 +144,11 @@ def test_the_most_probable_class_is_the_first_maximum(num_classes: int) -> None:
 @pytest.mark.parametrize("side", [1, 14])
 def test_memory_does_not_depend_on_the_number_of_classes(side: int) -> None:
     scores, ids, boxes = published.random_maps(4, 5, 18, 18, 1000, seed=15)
-    largest = []
-    for num_classes in (1000, 21841):
-        with LargestTensor() as recorder:
-            map_target(scores, ids, boxes, side=side, num_classes=num_classes, geometry="corrected")
-        largest.append(recorder.elements)
-    window = 3 if side == 14 else 18
-    assert largest == [4 * side * side * window * window * 5] * 2
+    target = partial(map_target, scores, ids, boxes, side=side, geometry="corrected")
+    few, many = (most_allocated(partial(target, num_classes=count)) for count in (1000, 21841))
+    window = 3 if side == 14 else 18  # of the map's 18 rows and columns
+    # At most ten numbers for each of the five entries of a token's window.
+    assert few == many < 10 * 4 * (4 * side * side * window * window * 5)
 
 
 @pytest.mark.parametrize("reach", [None, 1.0, 1.3333, 4.7])  # None: boxes inside the map
@@ -279,25 +270,14 @@ def test_without_token_labels_the_loss_is_that_of_the_mixed_class(mix: Box | Ima
     assert class_logits.grad is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_tensor_is_larger_than_the_token_logits(dtype: torch.dtype) -> None:
-    num_classes, side = 5000, 4
-    labels = labels_with_maps()
-    class_logits = torch.zeros(BATCH, num_classes, dtype=dtype, requires_grad=True)
-    token_logits = torch.zeros(BATCH, side * side, num_classes, dtype=dtype, requires_grad=True)
-    loss = build_loss(replace(TEACHER, ground_truth=True), num_classes, side)
-    with LargestTensor() as recorder:
-        loss(class_logits, token_logits, labels, BOX).total.backward()
-    assert recorder.elements == token_logits.numel()
-
-
 def test_logits_that_are_not_a_leaf_are_overwritten_by_their_gradient() -> None:
+    """No other tensor has an element for each token and class."""
     num_classes, side = 5000, 4
     labels = labels_with_maps()
     generator = torch.Generator().manual_seed(2)
     leaf = torch.randn(BATCH, side * side, num_classes, generator=generator).requires_grad_()
     class_logits = torch.zeros(BATCH, num_classes, requires_grad=True)
-    loss = build_loss(TEACHER, num_classes, side)
+    loss = build_loss(replace(TEACHER, ground_truth=True), num_classes, side)
     loss(class_logits, leaf, labels, BOX).total.backward()
     assert leaf.grad is not None
 
@@ -308,13 +288,7 @@ def test_logits_that_are_not_a_leaf_are_overwritten_by_their_gradient() -> None:
         total = loss(class_logits, given, labels, BOX).total
         grads.extend(torch.autograd.grad(total, given))
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        loss_and_gradient()
-    # Every allocation is among the raw events; the profiler's own table has sums by operation.
-    events = watched.profiler.kineto_results.events()
-    changes = sorted((each.start_ns(), int(each.nbytes())) for each in events if each.name() == "[memory]")
-    extra = max(accumulate(size for _, size in changes))
-    assert extra < given.numel() * given.element_size() / 4
+    assert most_allocated(loss_and_gradient) < given.numel() * given.element_size() / 4
     torch.testing.assert_close(grads[0], leaf.grad, rtol=1e-5, atol=1e-9)
 
 
@@ -328,3 +302,16 @@ def test_without_a_weight_for_tokens_no_token_logits_are_needed(settings: Object
     torch.testing.assert_close(found.class_loss, expected.class_loss)
     torch.testing.assert_close(found.total, settings.cls_weight * expected.class_loss)
     assert float(found.token_loss) == 0.0
+
+
+def test_the_binary_cross_entropy_with_label_maps() -> None:
+    settings, labels = replace(TEACHER, loss="bce"), labels_with_maps()
+    class_logits, token_logits = random_logits()
+    class_target, token_target = teacher_targets(labels, settings)
+    mixed = BOX.lam * class_target + (1 - BOX.lam) * class_target.flip(0)
+    parts = build_loss(settings, CLASSES, SIDE)(class_logits, token_logits, labels, BOX)
+    class_loss = binary_cross_entropy_with_logits(class_logits.double(), mixed)
+    token_loss = binary_cross_entropy_with_logits(token_logits.double(), token_target)
+    total = settings.cls_weight * class_loss + settings.dense_weight * token_loss
+    for part, expected in zip(parts, (total, class_loss, token_loss), strict=True):
+        torch.testing.assert_close(part.double(), expected, rtol=1e-5, atol=1e-6)

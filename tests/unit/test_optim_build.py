@@ -25,7 +25,6 @@ from horovod_volo.optim.build import (
 )
 
 timm_optim = pytest.importorskip("timm.optim")
-param_groups_weight_decay = timm_optim.param_groups_weight_decay
 param_groups_layer_decay = timm_optim.param_groups_layer_decay
 DECAY = 0.05
 
@@ -54,39 +53,27 @@ def build(model: Volo, name: str = "adamw") -> Optimizer:
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
+    """Draw gradients that are in memory like the weights, as the reducer's are."""
     random = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=random)
-
-
-def test_groups_are_timms(model: Volo) -> None:
-    theirs = param_groups_weight_decay(model, DECAY, no_weight_decay_list=model.no_weight_decay())
-    ours = groups(model)
-    assert (
-        [group["weight_decay"] for group in ours]
-        == [group["weight_decay"] for group in theirs]
-        == [0.0, DECAY]
-    )
-    for our, their in zip(ours, theirs, strict=True):
-        assert [id(parameter) for parameter in our["params"]] == [
-            id(parameter) for parameter in their["params"]
-        ]
-    assert sum(len(group["params"]) for group in ours) == len(list(model.parameters()))
+        gradient = torch.randn(parameter.shape, generator=random, dtype=parameter.dtype)
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
 @pytest.mark.parametrize("name", ["volo_demo", "lvvit_t", "vit_tiny_patch16_224"])
-def test_layers_have_the_learning_rates_of_timms(name: str) -> None:
+@pytest.mark.parametrize("layer_decay", [1.0, 0.7])
+def test_weight_decay_and_the_learning_rates_of_layers_are_timms(name: str, layer_decay: float) -> None:
     model = build_model(name, img_size=32, num_classes=5, drop_path=0.0)
-    theirs = param_groups_layer_decay(
-        model, DECAY, no_weight_decay_list=exempt_from_decay(model), layer_decay=0.7
-    )
+    exempt = model.no_weight_decay()
+    theirs = param_groups_layer_decay(model, DECAY, no_weight_decay_list=exempt, layer_decay=layer_decay)
     expected = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs for p in g["params"]}
-    ours = groups(model, 0.7)
+    ours = groups(model, layer_decay)
     found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in ours for p in g["params"]}
     assert found.keys() == expected.keys()
     for key, (scale, decay) in found.items():
         assert (scale, decay) == (pytest.approx(expected[key][0]), expected[key][1])
-    assert len({scale for scale, _ in found.values()}) > 3
+    assert {decay for _, decay in found.values()} == {0.0, DECAY}
+    assert (len({scale for scale, _ in found.values()}) > 3) == (layer_decay < 1)
     optimizer = build_optimizer("adamw", ours, momentum=0.9)
     set_lr(optimizer, 0.5)
     assert {group["lr"] / group["lr_scale"] for group in optimizer.param_groups} == {0.5}
@@ -220,12 +207,9 @@ def test_gradients_are_not_freed_and_steps_are_in_the_state(name, monkeypatch):
     optimizer, model = build_fused(name)
     assert optimizer.settings["set_grad_none"] is False
     assert optimizer.settings.get("max_grad_norm", float("inf")) == float("inf")
-    tensors = state_tensors(optimizer, dict(model.named_parameters()))
-    assert set(tensors) == {
-        "group.0/step",
-        "group.1/step",
-        *(f"{key}/{moment}" for key in ("weight", "bias") for moment in ("exp_avg", "exp_avg_sq")),
-    }
+    tensors = state_tensors(optimizer, named_parameters(model))
+    moments = {f"{key}/{moment}" for key in ("weight", "bias") for moment in ("exp_avg", "exp_avg_sq")}
+    assert set(tensors) == {"group.0/step", "group.1/step"} | moments
     optimizer.step()
     assert tensors["group.0/step"].item() == 1  # the state is the tensor that the optimizer uses
     tensors["group.1/step"].copy_(torch.tensor(7))

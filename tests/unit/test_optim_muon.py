@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from test_optim_build import set_gradients
 from torch import Tensor, nn
 
 from horovod_volo.cluster.collectives import RankLostError
@@ -19,7 +20,7 @@ from horovod_volo.dry_run import dry_run
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.task import Network
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, spec_of
-from horovod_volo.optim.build import build_optimizer, check_optimizer, parameter_groups, set_lr, state_tensors
+from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.muon import OneRank, assign_matrices, matrix_flops, orthogonalize
 
 Array = NDArray[np.float64]
@@ -85,23 +86,9 @@ class OddShapes(nn.Module):
 
 def groups(model: nn.Module, layers: dict[str, int] | None = None) -> list[dict[str, Any]]:
     parameters = dict(model.named_parameters())
-    return parameter_groups(
-        parameters,
-        parameters,
-        exempt=("embedding.weight",),
-        weight_decay=DECAY,
-        layers=layers or {},
-        layer_decay=0.5 if layers else 1.0,
-        matrices=hidden_matrices(model, ("head",)),
-    )
-
-
-def set_gradients(model: nn.Module, step: int) -> None:
-    random = torch.Generator().manual_seed(step)
-    for parameter in model.parameters():
-        # In memory like the weight, as the reducer's gradients are.
-        gradient = torch.randn(parameter.shape, generator=random, dtype=parameter.dtype)
-        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+    decays = {"weight_decay": DECAY, "layers": layers or {}, "layer_decay": 0.5 if layers else 1.0}
+    matrices = hidden_matrices(model, ("head",))
+    return parameter_groups(parameters, parameters, exempt=("embedding.weight",), matrices=matrices, **decays)
 
 
 def test_hidden_matrices_map_features_to_features() -> None:
@@ -109,14 +96,14 @@ def test_hidden_matrices_map_features_to_features() -> None:
     assert names == {f"{name}.weight" for name in ("filter", "tall", "wide", "square", "like_tall")}
 
 
+OF_TOKENS = {"pos_embed", "cls_token", "head.weight"}
+
+
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        (
-            "volo_demo",
-            {"patch_embed.conv.0.weight", "pos_embed", "cls_token", "head.weight", "aux_head.weight"},
-        ),
-        ("vit_tiny_patch16_224", {"patch_embed.proj.weight", "pos_embed", "cls_token", "head.weight"}),
+        ("volo_demo", OF_TOKENS | {"patch_embed.conv.0.weight", "aux_head.weight"}),
+        ("vit_tiny_patch16_224", OF_TOKENS | {"patch_embed.proj.weight"}),
         ("resnet18", {"conv1.weight", "fc.weight"}),
     ],
 )
@@ -165,7 +152,7 @@ def test_steps_follow_the_formula(memory: torch.memory_format) -> None:
             group["lr"] = lr * (1.0 if group["layer"] else 0.5)
         set_gradients(model, step)
         set_gradients(plain, step)
-        gradients.append({name: _gradient(model, name) for name in start})
+        gradients.append({name: model.get_parameter(name).grad.numpy().copy() for name in start})
         optimizer.step()
         adamw.step()
     for name, parameter in plain.named_parameters():
@@ -177,11 +164,6 @@ def test_steps_follow_the_formula(memory: torch.memory_format) -> None:
         found = model.get_parameter(name).detach().numpy()
         assert np.abs(found - weight).max() > 1e-3
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9, err_msg=name)
-
-
-def _gradient(model: nn.Module, name: str) -> Array:
-    gradient = model.get_parameter(name).grad
-    return gradient.numpy().copy()
 
 
 class LostRank(OneRank):
@@ -224,18 +206,6 @@ def test_frozen_matrices_stay() -> None:
     assert not optimizer.state[model.tall.weight]["momentum_buffer"].any()
 
 
-def test_without_matrices_it_is_adamw() -> None:
-    layer = nn.Linear(3, 1)
-    optimizer = build_optimizer("muon", groups(layer), momentum=MOMENTUM)
-    plain = copy.deepcopy(layer)
-    adamw = build_optimizer("adamw", groups(plain), momentum=MOMENTUM)
-    for one, network in ((optimizer, layer), (adamw, plain)):
-        set_lr(one, 1e-3)
-        set_gradients(network, 0)
-        one.step()
-    assert torch.equal(layer.weight, plain.weight)
-
-
 FLOPS = [matrix_flops(8, 4)] * 5 + [matrix_flops(64, 16)] * 3 + [matrix_flops(33, 65)]
 
 
@@ -247,11 +217,6 @@ def test_each_matrix_has_one_rank_and_work_is_balanced(flops: list[int], ranks: 
     assert sorted(number for of_rank in found for number in of_rank) == list(range(len(flops)))
     work = [sum(flops[number] for number in of_rank) for of_rank in found]
     assert max(work) <= sum(work) / ranks + max(flops, default=0)
-
-
-def test_it_is_refused_with_a_sharded_optimizer() -> None:
-    with pytest.raises(UserError, match=r"--shard-optimizer .* --opt muon"):
-        check_optimizer("muon", sharded=True)
 
 
 def test_a_model_without_hidden_matrices_is_refused() -> None:

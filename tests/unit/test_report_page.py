@@ -263,9 +263,8 @@ def test_a_damaged_folder_is_one_error(tmp_path, name, content, message, capsys)
     assert message in mistake(capsys, str(folder))
     assert not (folder / "report.html").exists()
     assert "named twice" in mistake(capsys, str(folder), str(folder))
-    assert "--html" in mistake(
-        capsys, str(write_run(tmp_path / "b")), "--html", str(tmp_path / "no" / "page")
-    )
+    other, page = write_run(tmp_path / "b"), tmp_path / "no" / "page"
+    assert "--html" in mistake(capsys, str(other), "--html", str(page))
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
