@@ -8,12 +8,14 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from horovod_volo.core.errors import UserError
+
+MayWrite = Callable[[], object]  # raises an error if this process must not write
 
 
 def remove_partials(folder: Path) -> None:
@@ -23,7 +25,7 @@ def remove_partials(folder: Path) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, may_write: MayWrite = lambda: None) -> Iterator[BinaryIO]:
     """Open a file for writing; it appears at `path` when the block ends, and never if the block raises."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -31,7 +33,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        may_write()
+        partial.replace(path)  # impossible once another process has removed it
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

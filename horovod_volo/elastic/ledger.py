@@ -11,7 +11,7 @@ earlier one nothing is left in the weights.
 import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby, takewhile
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.cluster.step_statistics import Outcome, checksums
-from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.atomic_file import MayWrite, atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.sampler import epoch_order
 from horovod_volo.engine.callbacks import STANDARD, Callback
@@ -68,7 +68,7 @@ class Ledger(Callback):
     def __init__(self, earlier: Sequence[LedgerStep] = ()) -> None:
         """`earlier` are the latest steps of a set of ranks before, whose rank 0 may not have written them."""
         self._earlier = earlier
-        self._may_write: Callable[[], object] = lambda: None
+        self._may_write: MayWrite = lambda: None
         self._file: AppendedFile | None = None  # None on ranks that do not write
         self._unwritten: list[LedgerStep] = []
         self._written: deque[list[LedgerStep]] = deque(maxlen=_WRITES_KEPT)
@@ -107,9 +107,8 @@ class Ledger(Callback):
     def begin(self, path: Path, start: LedgerStart, step: int, hosts: Sequence[str]) -> None:
         """Write which step the run has reached, and the earlier steps that the file lacks up to there."""
         self.start, self._file = start, self._file or AppendedFile(path, may_write=self._may_write)
-        self._may_write()
         if path.exists() and not self._file.lacks:
-            _drop_damaged_end(path)
+            _drop_damaged_end(path, self._may_write)
         records = read_ledger(path) if path.exists() else []
         last: dict[str, Any] = records[-1] if records else {"step": 0}
         recorded = last["steps"][1] if "steps" in last else last["step"]
@@ -144,12 +143,12 @@ class Ledger(Callback):
                 self._file.append(text.encode())
 
 
-def _drop_damaged_end(path: Path) -> None:
+def _drop_damaged_end(path: Path, may_write: MayWrite) -> None:
     """Drop what follows the first damaged line since the last start: a power cut may leave gaps there."""
     lines = path.read_bytes().splitlines(keepends=True)
     start = max((number for number, line in enumerate(lines) if b'"hosts"' in line), default=0)
     intact = takewhile(lambda line: line.endswith(b"\n") and _parsed(line), lines[start:])
-    with atomic_write(path) as file:  # a new file, as AppendedFile.renew has it
+    with atomic_write(path, may_write) as file:  # a new file, as AppendedFile.renew has it
         file.writelines(chain(lines[:start], intact))
 
 

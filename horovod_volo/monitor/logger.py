@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.atomic_file import MayWrite, atomic_write
 
 METRICS = "metrics.jsonl"
 TRAIN, EVALUATION = "train", "evaluation"  # kinds of records
@@ -82,9 +82,7 @@ class Logger:
 class AppendedFile:
     """A file that is appended to. What cannot be written now is kept, and written with what comes next."""
 
-    def __init__(
-        self, path: Path, header: bytes = b"", may_write: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, path: Path, header: bytes = b"", may_write: MayWrite = lambda: None) -> None:
         """`header` is what a new file begins with; `may_write` raises an error if this process must not."""
         self.path, self._header, self._may_write = path, header, may_write
         self._kept = bytearray()
@@ -98,7 +96,7 @@ class AppendedFile:
         """Put a copy with a whole last line in the file's place: late writes go to the file of before."""
         if self.path.exists():
             content = self.path.read_bytes()
-            with atomic_write(self.path) as file:
+            with atomic_write(self.path, self._may_write) as file:
                 file.write(content if content[-1:] in (b"", b"\n") else content + b"\n")
 
     def append(self, content: bytes) -> None:
@@ -125,13 +123,13 @@ def kind_of(record: MetricsRecord) -> str:
     return TRAIN if "lr" in record else EVALUATION
 
 
-def drop_records_after(path: Path, step: int) -> None:
+def drop_records_after(path: Path, step: int, may_write: MayWrite = lambda: None) -> None:
     """Remove the records of steps later than `step`, which will be trained again, and damaged lines."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines()
     kept = [line for line in lines if (record := _parsed(line)) is not None and record["step"] <= step]
-    with atomic_write(path) as file:
+    with atomic_write(path, may_write) as file:
         file.writelines(line + b"\n" for line in kept)
 
 

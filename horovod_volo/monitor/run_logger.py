@@ -49,7 +49,7 @@ class RunLogger(Logger):
         """Open the files; raise OSError if that is not possible."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._may_write = folder, may_write
-        drop_records_after(folder / METRICS, length.first_step)
+        drop_records_after(folder / METRICS, length.first_step, may_write)
         earlier = read_metrics(folder / METRICS)
         self._board = Board(earlier)
         self._metrics = AppendedFile(folder / METRICS, may_write=may_write)
@@ -73,7 +73,7 @@ class RunLogger(Logger):
     def write_file(self, name: str, content: str) -> None:
         self._may_write()
         try:
-            with atomic_write(self._folder / name) as file:
+            with atomic_write(self._folder / name, self._may_write) as file:
                 file.write(content.encode())
         except OSError as error:
             self._print(f"warning: {self._folder / name} is not written: {error.strerror}")
@@ -110,7 +110,7 @@ class RunLogger(Logger):
 
     def go_back(self, step: int) -> None:
         self._append(self._metrics, b"")
-        drop_records_after(self._metrics.path, step)
+        drop_records_after(self._metrics.path, step, self._may_write)
         earlier = read_metrics(self._metrics.path)
         self._board = Board(earlier)
         self._append(self._events, charts.session_start(step + 1))

@@ -233,6 +233,7 @@ def noting(folder: Path) -> None:
 
     register_callback(Notes)
     take, close, write = RunLock.__init__, RunLock.close, files.write_checkpoint
+    began_at = dict[str, float]()
 
     def taking(self: RunLock, *arguments: Any) -> None:
         take(self, *arguments)
@@ -244,12 +245,12 @@ def noting(folder: Path) -> None:
 
     def writing(checkpoints: Path, step: int, tensors: Any, *rest: Any, **options: Any) -> Path:
         path = write(checkpoints, step, tensors, *rest, **options)
-        note(folder, "published", step=step, state=digest(tensors))
+        note(folder, "published", time=began_at["last"], step=step, state=digest(tensors))
         return path
 
     def noted(write: Any, name: Any) -> Any:
         def writing(*arguments: Any) -> Any:
-            began = time.monotonic()
+            began_at[name(*arguments)] = began = time.monotonic()
             result = write(*arguments)  # it raises an error if this process must not
             note(folder, "write", time=began, file=name(*arguments))
             return result

@@ -151,9 +151,8 @@ class SmallRun:
             (self.runs / "ballast").unlink()
         elif kind in ("kill launcher", "damage"):
             launcher.kill()
-            while kind == "damage" and self.ranks():
-                time.sleep(0.02)
-            if kind == "damage":
+            if kind == "damage" and launcher.wait() != DONE:
+                self.wait()  # until nobody reads checkpoints
                 for newest in sorted(self.runs.glob("run/checkpoints/step_*/model.safetensors"))[1:][-1:]:
                     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
 
@@ -178,7 +177,8 @@ class SmallRun:
             launcher.kill()
             launcher.communicate()
         for process in self.left():
-            os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         if self.is_mounted:
             subprocess.run(["umount", "--lazy", str(self.runs)], check=True)
 

@@ -14,9 +14,10 @@ import pytest
 from small_runs import mounted_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
 from horovod_volo.engine.log_point import log_own_times
 from horovod_volo.monitor.charts import Board
-from horovod_volo.monitor.logger import EVALUATION, TRAIN, AppendedFile
+from horovod_volo.monitor.logger import EVALUATION, METRICS, TRAIN, AppendedFile, drop_records_after
 from horovod_volo.monitor.meters import OwnTime, StragglerFinder
 from horovod_volo.monitor.pictures import GREY, PALETTE, palette_colors
 from horovod_volo.monitor.progress import RunLength
@@ -108,6 +109,14 @@ def test_a_process_that_is_taken_over_while_it_appends_writes_into_the_file_of_b
     late._may_write = taken_over
     late.append(b"rt\n")
     assert late.path.read_bytes() == b"a line that is written in pa\n"
+
+
+def test_a_process_that_is_taken_over_while_it_replaces_a_file_does_not(tmp_path: Path) -> None:
+    kept = tmp_path / METRICS
+    kept.write_text('{"step": 1}\n{"step": 2}\n')
+    with pytest.raises(FileNotFoundError):  # the process was stopped after its check
+        drop_records_after(kept, 1, lambda: clean_up(tmp_path / CHECKPOINTS))
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2]
 
 
 def test_a_resume_drops_later_records(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from horovod_volo.core.atomic_file import file_sha256, flush, json_sha256
+from horovod_volo.core.atomic_file import MayWrite, file_sha256, flush, json_sha256, remove_partials
 from horovod_volo.core.errors import UserError
 
 StateDicts = Mapping[str, Mapping[str, Tensor]]  # tensors by file and by name
@@ -38,7 +38,7 @@ def write_checkpoint(
     step: int,
     tensors: StateDicts,
     metadata: dict[str, Any],
-    may_write: Callable[[], object] = lambda: None,
+    may_write: MayWrite = lambda: None,
     *,
     header: Mapping[str, str] = MappingProxyType({"format": "pt"}),
 ) -> Path:
@@ -87,6 +87,8 @@ def clean_up(folder: Path) -> None:
         if interrupted.is_symlink():
             interrupted.unlink()
         shutil.rmtree(interrupted, ignore_errors=True)
+    for place in (folder.parent, *folder.glob("step_*")):
+        remove_partials(place)
     for replaced, final in _replaced(folder).items():
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -104,7 +106,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08}"
 
 
-def update_link(link: Path, checkpoint: Path, may_write: Callable[[], object] = lambda: None) -> None:
+def update_link(link: Path, checkpoint: Path, may_write: MayWrite = lambda: None) -> None:
     """Make `link` point to a checkpoint in the same folder, atomically and on the disk."""
     partial = link.with_name(f".{link.name}.{uuid4().hex}.partial")
     partial.symlink_to(checkpoint.name)

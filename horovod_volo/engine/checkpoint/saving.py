@@ -114,10 +114,9 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
     checkpoint, best = _current_checkpoint(context), context.checkpoint_folder / "best"
-    context.may_write()
     try:
         flush(context.folder / METRICS)  # the evaluation counts as logged from here on
-        with atomic_write(checkpoint / _EVALUATION) as file:
+        with atomic_write(checkpoint / _EVALUATION, context.may_write) as file:
             file.write(json.dumps(metrics).encode())
         if not best.exists() or _score(checkpoint, context) > _score(best, context):
             files.update_link(best, checkpoint, context.may_write)
