@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.atomic_file import MayWrite, atomic_write
 from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.monitor import charts
 from horovod_volo.monitor.charts import OTHER_AXES, Board, all_other_axes, description_events
@@ -39,12 +39,7 @@ class RunLogger(Logger):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        length: RunLength,
-        *,
-        live: bool = True,
-        may_write: Callable[[], object] = lambda: None,
+        self, folder: Path, length: RunLength, *, live: bool = True, may_write: MayWrite = lambda: None
     ) -> None:
         """Open the files; raise OSError if that is not possible."""
         folder.mkdir(parents=True, exist_ok=True)
