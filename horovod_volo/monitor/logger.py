@@ -101,7 +101,7 @@ class AppendedFile:
 
     def append(self, content: bytes) -> None:
         """Append; raise OSError if that is not possible now. A file that was removed is made again."""
-        self._may_write()
+        self._may_write()  # a run folder that was removed has its lock again from here on
         self._kept += content
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab", buffering=0) as file:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from tests.faults.counting_rank import become_rank, note
+from tests.faults.counting_rank import become_rank, note, process_state
 
 COOL_DOWN_SECONDS, LOST_SECONDS, PATIENCE_SECONDS = 0.2, 0.8, 3.0
 REMOVED = b"-1,-1,-1,-1,-1,-1"
@@ -160,7 +160,7 @@ class CountingLauncher:
                 del self.cut[host]
                 (self.folder / f"cut.{host}").unlink()
         for host, process in list(self.processes.items()):
-            if host not in self.cut and not is_stopped(process):
+            if host not in self.cut and process_state(process) != "T":
                 self.silent.pop(host, None)
             elif now > self.silent.setdefault(host, now) + LOST_SECONDS:
                 if self.elastic:
@@ -247,11 +247,6 @@ class CountingLauncher:
 def largest(ranks: int) -> int:
     """Return the largest power of two of at most 4 and so many ranks; sums of others would be rounded."""
     return max((size for size in (1, 2, 4) if size <= ranks), default=0)
-
-
-def is_stopped(process: int) -> bool:
-    """Return whether a child is stopped by a signal."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] == "T"
 
 
 def respond(connection: socket.socket, value: bytes | None) -> None:

@@ -54,6 +54,14 @@ def note(folder: Path, event: str, **facts: Any) -> None:
         file.write(f"{line}\n".encode())
 
 
+def process_state(process: int) -> str:
+    """Return the letter of a process's state in /proc: T is stopped, Z has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
 def digest(tensors_by_file: Mapping[str, Mapping[str, Tensor]]) -> str:
     """Return a hash of a training state."""
     found = hashlib.sha256()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.faults.counting_rank import SAMPLES, STALE_SECONDS, states_of_checkpoints
+from tests.faults.counting_rank import SAMPLES, STALE_SECONDS, process_state, states_of_checkpoints
 from tests.faults.judge import DONE, History, RunPlan, parsed, read_history
 from tests.ranks.forking import fork
 
@@ -89,7 +89,7 @@ class SmallRun:
         begun = self.events("started")
         newest = [each for each in begun if each["set"] == begun[-1]["set"]]
         processes = [each["process"] for each in sorted(newest, key=lambda each: each["rank"])]
-        return [process for process in processes if is_alive(process)]
+        return [process for process in processes if process_state(process) != "Z"]
 
     def play(self) -> None:
         """Start the run as often as the schedule has starts, and then until it is done."""
@@ -162,7 +162,7 @@ class SmallRun:
 
     def left(self) -> list[int]:
         """Return the processes of ranks that have not ended."""
-        return [each["of"] for each in self.events("forked") if is_alive(each["of"])]
+        return [each["of"] for each in self.events("forked") if process_state(each["of"]) != "Z"]
 
     def wait(self) -> None:
         """Wait until all processes have ended by themselves."""
@@ -206,10 +206,3 @@ def tell(launcher: subprocess.Popen[bytes], command: str) -> None:
     assert launcher.stdin is not None
     launcher.stdin.write(f"{command}\n".encode())
     launcher.stdin.flush()
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False

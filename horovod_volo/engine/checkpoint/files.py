@@ -82,7 +82,7 @@ def write_checkpoint(
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a killed process left half written, and put back what it was about to replace."""
+    """Remove what another process left half written, also around `folder`, and put back what it replaced."""
     for interrupted in folder.glob(".*.partial"):
         if interrupted.is_symlink():
             interrupted.unlink()
