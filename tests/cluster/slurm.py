@@ -13,13 +13,20 @@ import secrets
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.cluster.hosts import PATH, children_of, namespace
-from tests.ranks.launching import environment, processes, wait_until
+from tests.ranks import launching
+from tests.ranks.fork_server import SERVER_ENVIRONMENT
+from tests.ranks.forking import fork, write_programs
+from tests.ranks.launching import environment, processes
 
+# Each question to Slurm starts a process, on cores that the ranks need.
+wait_until = partial(launching.wait_until, pause=0.5)
 CHECKOUT = Path(__file__).parents[2]
 NODES = ("n1", "n2", "n3")
 
@@ -54,6 +61,11 @@ PartitionName=urgent Nodes=ALL State=UP PriorityTier=2 PreemptMode=OFF
 """
 # Two devices of each node stand in for GPUs: Slurm shows their numbers to ranks, which do not open them.
 GRES_CONF = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
+# Runs a module in a fork of its node's server.
+PYTHON = """socket={folder}/forks_$(uname -n)/socket
+[ "$1" != -m ] || [ ! -S "$socket" ] || exec {fork} "$@"
+exec {python} "$@"
+"""
 # slurmd does not start without control groups, although these jobs use none; a chroot may lack them.
 CONTROL_GROUPS = """mountpoint -q /sys/fs/cgroup || {
     mount -t tmpfs none /sys/fs/cgroup
@@ -79,11 +91,22 @@ class Slurm:
         }
         self.environment["PATH"] = f"{inherited['PATH']}:{PATH}"
         self.environment["SLURM_CONF"] = f"{folder}/slurm.conf"
+        self.environment |= SERVER_ENVIRONMENT | {"ACTIVATE_FILE": f"{folder}/activate"}
 
     def start(self) -> None:
         """Start all daemons and wait until all nodes are idle."""
-        for name in ("munge", "state", *(f"tmp_{node}" for node in NODES)):
+        for name in (
+            "munge",
+            "state",
+            "bin",
+            *(f"{each}_{node}" for each in ("tmp", "forks") for node in NODES),
+        ):
             (self.folder / name).mkdir()
+        own_python = PYTHON.format(
+            folder=self.folder, fork=" ".join(fork('"$socket"')), python=sys.executable
+        )
+        write_programs(self.folder / "bin", {"python": own_python})
+        (self.folder / "activate").write_text(f"source tools/activate\nPATH={self.folder}/bin:$PATH\n")
         own, *ports = free_ports(1 + len(NODES))
         lines = "\n".join(
             NODE_LINE.format(node=node, port=port) for node, port in zip(NODES, ports, strict=True)
@@ -95,6 +118,8 @@ class Slurm:
         self._run("slurmctld", "slurmctld", "-D", "-i")
         for node in NODES:
             self.power_on(node)
+        sockets = [self.folder / f"forks_{node}/socket" for node in NODES]
+        wait_until(lambda: all(socket.exists() for socket in sockets), 60, "fork servers")
 
     def stop(self) -> None:
         """End all daemons and all processes on the nodes."""
@@ -116,8 +141,11 @@ class Slurm:
         """Start a node with its own host name and process namespace."""
         cores = sorted(os.sched_getaffinity(0))
         core = cores[NODES.index(node) % len(cores)]  # so that nodes do not share a core if there are enough
+        server = f"{sys.executable} -m tests.ranks.fork_server {self.folder}/forks_{node}/socket"
+        # In a session of its own, because the kernel divides a core among sessions.
+        serve = f"(cd {CHECKOUT}; sleep infinity | setsid {server}) &"
         # bash remains as the init process, which reaps others.
-        boot = f"hostname {node}; {CONTROL_GROUPS}; taskset -c {core} slurmd -D -N {node} & wait"
+        boot = f"hostname {node}; {CONTROL_GROUPS}; {serve} taskset -c {core} slurmd -D -N {node} & wait"
         command = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", boot)
         self._run(node, *command)
         wait_until(lambda: self.state_of(node) == "idle", 60, f"node {node} to be idle")

@@ -43,7 +43,7 @@ def test_a_killed_rank_is_replaced_and_a_removed_host_is_left(images, tmp_path):
     """It stops early: so small a learning rate changes no prediction, and the first evaluation is best."""
     still = ("--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0")
     still += ("--freeze", "patch_embed,network.0,head")
-    flags = ("--global-batch", "10", "--epochs", "120", "--eval-every", "20", "--early-stop", "3", *still)
+    flags = ("--global-batch", "10", "--epochs", "48", "--eval-every", "8", "--early-stop", "3", *still)
     with on_this_machine(tmp_path, images, HOSTS, *flags, plain=False) as trial:
         trial.train_on(2)
         trial.signal_rank("127.0.0.1", signal.SIGKILL)
@@ -54,15 +54,15 @@ def test_a_killed_rank_is_replaced_and_a_removed_host_is_left(images, tmp_path):
         assert trial.formations() == [2, 1, 2, 1], trial.output
         assert "goes on without it: another rank" in trial.output
         assert "formed again (1): 1 ranks" in trial.output
-        assert "done: 480 steps of 720, because 3 evaluations in a row were no better" in trial.output
-        assert "80 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
+        assert "done: 192 steps of 288, because 3 evaluations in a row were no better" in trial.output
+        assert "32 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
         points = list(trial.losses())
         # A rank that is gone may have taken its losses of the last step along.
         lost = set(map(int, re.findall(r"formed again \(\d\): .* go on after step (\d+)", trial.output)))
         assert len(lost) == 3
-        assert points == [step for step in range(1, 481) if step in points or step not in lost]
-    check_board(trial.run.parent, points=points, evaluations=[120, 240, 360, 480], more=set(), ranks=2)
-    assert (trial.run / "checkpoints" / "best").resolve().name == "step_00000120"
+        assert points == [step for step in range(1, 193) if step in points or step not in lost]
+    check_board(trial.run.parent, points=points, evaluations=[48, 96, 144, 192], more=set(), ranks=2)
+    assert (trial.run / "checkpoints" / "best").resolve().name == "step_00000048"
     best, last = (state(trial.run.parent, name) for name in ("best", "last"))
     statistics = [name for name in best if name.endswith("running_mean")]  # of batch norm, which is frozen
     assert statistics

@@ -91,6 +91,7 @@ def attend(client: socket.socket) -> list[str]:
     _, streams, _, _ = socket.recv_fds(client, 1, 3)
     # Not buffered, so that no signal after the line is read.
     request = json.loads(client.makefile("rb", buffering=0).readline())
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])  # of the child, too
     child = os.fork()
     if child == 0:
         client.close()

@@ -16,20 +16,17 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def main(address: str, arguments: list[str]) -> int:
-    if signal.pthread_sigmask(signal.SIG_BLOCK, []):
-        print("signals are blocked: start this program in an interpreter of its own", file=sys.stderr)
-        return 1
+    # Signals are blocked until the request is sent, so that their numbers do not end up inside it.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     umask = os.umask(0)
     os.umask(umask)
     request = {"arguments": arguments, "environment": dict(os.environ), "umask": umask}
     request["folder"] = os.getcwd()  # noqa: PTH109  # pathlib takes longer to import than all else here
-    request["cpus"] = sorted(os.sched_getaffinity(0))
+    request["cpus"], request["blocked"] = sorted(os.sched_getaffinity(0)), sorted(blocked)
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: server.send(bytes([number])))
-    # Signals are blocked until the request is sent, so that their numbers do not end up inside it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     socket.send_fds(server, [b"s"], [0, 1, 2])
     server.sendall(json.dumps(request).encode() + b"\n")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)

@@ -16,13 +16,13 @@ from tests.ranks.fork_server import SERVER_ENVIRONMENT
 ROOT = Path(__file__).parents[2]
 
 
-def fork() -> list[str]:
-    """Return the command prefix that runs a Python program in a fork of the fork server."""
+def fork(socket: str = "") -> list[str]:
+    """Return the command prefix that runs a Python program in a fork of a server, if not told otherwise ours."""
     # CUDA's libraries cannot be used in a fork of a process that has loaded them.
     if Path("/dev/nvidiactl").exists():
         return [sys.executable]
     # It imports little, and nothing but the standard library, so it starts without site-packages.
-    return [sys.executable, "-IS", str(ROOT / "tests/ranks/forked_rank.py"), _server()]
+    return [sys.executable, "-IS", str(ROOT / "tests/ranks/forked_rank.py"), socket or _server()]
 
 
 @cache
@@ -40,11 +40,16 @@ def path_of_forks() -> str:
         # The module of the command, because a fork has already imported most of them.
         "horovod-volo": f'command=$1\nshift\nexec {start} -m "horovod_volo.$command" "$@"',
     }
+    write_programs(folder, programs)
+    return f"{folder}:{scripts}:{os.environ['PATH']}"
+
+
+def write_programs(folder: Path | str, programs: dict[str, str]) -> None:
+    """Write programs of these lines of shell into a folder."""
     for name, lines in programs.items():
         script = Path(folder, name)
         script.write_text(f"#!/bin/sh\n{lines}\n", encoding="utf-8")
         script.chmod(0o755)
-    return f"{folder}:{scripts}:{os.environ['PATH']}"
 
 
 @cache

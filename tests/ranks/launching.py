@@ -84,13 +84,17 @@ def run(command: list[str], *, seconds: int = 120, **extra: str) -> subprocess.C
 
 
 def wait_until(
-    holds: Callable[[], object], seconds: float, what: str, context: Callable[[], str] = str
+    holds: Callable[[], object],
+    seconds: float,
+    what: str,
+    context: Callable[[], str] = str,
+    pause: float = 0.05,
 ) -> None:
-    """Wait until a condition holds; fail after so many seconds."""
+    """Wait until a condition holds, which is asked again after a pause; fail after so many seconds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"waited {seconds:.0f} seconds for {what}\n{context()}"
-        time.sleep(0.05)
+        time.sleep(pause)
 
 
 def processes(text: str) -> dict[int, str]:

@@ -86,8 +86,8 @@ def test_dense_tasks(tmp_path, task, colors):
 
 def test_ranks_that_are_lost_and_added_change_nothing(demo_images, tmp_path):
     """4 ranks, then 2, then 3, of which one is killed, and its host comes back."""
-    images, flags = demo_images(60, 10), ("--epochs", "40", "--eval-every", "40", "--compression", "none")
-    flags = ("--global-batch", "20", "--reproducible", *flags)  # micro-batches of 4
+    images, flags = demo_images(60, 10), ("--epochs", "20", "--eval-every", "20", "--compression", "none")
+    flags = ("--global-batch", "12", "--micro-batch", "3", "--reproducible", *flags)
     hosts = "localhost:2,127.0.0.1:2"
     with on_this_machine(tmp_path, images, hosts, *flags, plain=False) as trial:
         trial.train_on(4)
@@ -98,7 +98,7 @@ def test_ranks_that_are_lost_and_added_change_nothing(demo_images, tmp_path):
         trial.signal_rank("127.0.0.1", signal.SIGKILL)
         assert trial.process.wait(240) == 0, trial.output
         assert trial.formations()[:4] == [4, 2, 3, 2], trial.output
-        assert "40 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
+        assert "20 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
     elastic = ("--img-size", "32", "--batch-size", "4", "--warmup-epochs", "1")
     alone = ("--recipe", "demo", *elastic, "--ema-decay", "0.9", "--drop-path", "0.2")
     runs.start(images, tmp_path / "alone", *flags, small=alone, ranks=1)
