@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def fork(socket: str = "") -> list[str]:
-    """Return the command prefix that runs a Python program in a fork of a server, if not told otherwise ours."""
+    """Return the command prefix that runs a Python program in a fork of a server, by default our own."""
     # CUDA's libraries cannot be used in a fork of a process that has loaded them.
     if Path("/dev/nvidiactl").exists():
         return [sys.executable]
