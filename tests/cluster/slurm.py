@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.cluster.hosts import PATH, children_of, namespace
 from tests.ranks import launching
 from tests.ranks.fork_server import SERVER_ENVIRONMENT
-from tests.ranks.forking import fork, write_programs
+from tests.ranks.forking import fork
 from tests.ranks.launching import environment, processes
 
 # Each question to Slurm starts a process, on cores that the ranks need.
@@ -62,9 +62,10 @@ PartitionName=urgent Nodes=ALL State=UP PriorityTier=2 PreemptMode=OFF
 # Two devices of each node stand in for GPUs: Slurm shows their numbers to ranks, which do not open them.
 GRES_CONF = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
 # Runs a module in a fork of its node's server.
-PYTHON = """socket={folder}/forks_$(uname -n)/socket
-[ "$1" != -m ] || [ ! -S "$socket" ] || exec {fork} "$@"
-exec {python} "$@"
+PYTHON = f"""#!/bin/sh
+socket=$(dirname "$ACTIVATE_FILE")/forks_$(uname -n)/socket
+[ "$1" != -m ] || [ ! -S "$socket" ] || exec {" ".join(fork('"$socket"'))} "$@"
+exec {sys.executable} "$@"
 """
 # slurmd does not start without control groups, although these jobs use none; a chroot may lack them.
 CONTROL_GROUPS = """mountpoint -q /sys/fs/cgroup || {
@@ -141,11 +142,11 @@ class Slurm:
         """Start a node with its own host name and process namespace."""
         cores = sorted(os.sched_getaffinity(0))
         core = cores[NODES.index(node) % len(cores)]  # so that nodes do not share a core if there are enough
-        server = f"{sys.executable} -m tests.ranks.fork_server {self.folder}/forks_{node}/socket"
         # In a session of its own, because the kernel divides a core among sessions.
-        serve = f"(cd {CHECKOUT}; sleep infinity | setsid {server}) &"
+        server = f"setsid {sys.executable} -m tests.ranks.fork_server {self.folder}/forks_{node}/socket"
         # bash remains as the init process, which reaps others.
-        boot = f"hostname {node}; {CONTROL_GROUPS}; {serve} taskset -c {core} slurmd -D -N {node} & wait"
+        boot = f"hostname {node}; {CONTROL_GROUPS}; (cd {CHECKOUT}; sleep infinity | {server}) & "
+        boot += f"taskset -c {core} slurmd -D -N {node} & wait"
         command = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", boot)
         self._run(node, *command)
         wait_until(lambda: self.state_of(node) == "idle", 60, f"node {node} to be idle")

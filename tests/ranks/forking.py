@@ -40,16 +40,11 @@ def path_of_forks() -> str:
         # The module of the command, because a fork has already imported most of them.
         "horovod-volo": f'command=$1\nshift\nexec {start} -m "horovod_volo.$command" "$@"',
     }
-    write_programs(folder, programs)
-    return f"{folder}:{scripts}:{os.environ['PATH']}"
-
-
-def write_programs(folder: Path | str, programs: dict[str, str]) -> None:
-    """Write programs of these lines of shell into a folder."""
     for name, lines in programs.items():
         script = Path(folder, name)
         script.write_text(f"#!/bin/sh\n{lines}\n", encoding="utf-8")
         script.chmod(0o755)
+    return f"{folder}:{scripts}:{os.environ['PATH']}"
 
 
 @cache
