@@ -103,10 +103,8 @@ class Slurm:
             *(f"{each}_{node}" for each in ("tmp", "forks") for node in NODES),
         ):
             (self.folder / name).mkdir()
-        own_python = PYTHON.format(
-            folder=self.folder, fork=" ".join(fork('"$socket"')), python=sys.executable
-        )
-        write_programs(self.folder / "bin", {"python": own_python})
+        (self.folder / "bin/python").write_text(PYTHON)
+        (self.folder / "bin/python").chmod(0o755)
         (self.folder / "activate").write_text(f"source tools/activate\nPATH={self.folder}/bin:$PATH\n")
         own, *ports = free_ports(1 + len(NODES))
         lines = "\n".join(
