@@ -96,12 +96,8 @@ class Slurm:
 
     def start(self) -> None:
         """Start all daemons and wait until all nodes are idle."""
-        for name in (
-            "munge",
-            "state",
-            "bin",
-            *(f"{each}_{node}" for each in ("tmp", "forks") for node in NODES),
-        ):
+        of_nodes = [f"{name}_{node}" for name in ("tmp", "forks") for node in NODES]
+        for name in ("munge", "state", "bin", *of_nodes):
             (self.folder / name).mkdir()
         (self.folder / "bin/python").write_text(PYTHON)
         (self.folder / "bin/python").chmod(0o755)
