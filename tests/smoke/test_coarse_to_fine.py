@@ -130,3 +130,9 @@ def test_wrong_flags_are_refused(arguments: list[str], message: str) -> None:
     done = run([SCRIPT, *arguments])
     assert done.returncode == 2
     assert message in done.stdout
+
+
+def test_a_job_keeps_the_python_of_its_site(tmp_path):
+    (tmp_path / "python").symlink_to("/bin/echo")
+    done = run(command_of(tmp_path, tmp_path, 2), PATH=f"{tmp_path}:/usr/bin:/bin", ACTIVATE_FILE="/site")
+    assert done.stdout.startswith("-m horovod_volo.train"), done.stdout
