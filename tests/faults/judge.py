@@ -92,15 +92,15 @@ def _ledger(history: History) -> Iterator[str]:
     plan, reached = history.plan, 0
     noted = {each["step"] for each in history.events if each["event"] == "step"}
     begun = {(each["step"], each["ranks"]) for each in history.events if each["event"] == "started"}
-    for record in history.ledger:
+    for record, following in zip(history.ledger, [*history.ledger[1:], {}], strict=True):
         if "steps" not in record:
             for name in ("seed", "images", "global_batch"):
                 if record[name] != getattr(plan, name):
                     yield f"ledger: {name} is {record[name]}, not {getattr(plan, name)}"
             if record["step"] > reached:
                 yield f"ledger: steps {reached + 1} to {record['step']} are missing"
-            is_known = (record["step"], record["ranks"]) in begun or record is history.ledger[-1]
-            if record["ranks"] != len(record["hosts"]) or not is_known:  # the last ranks may not have begun
+            is_known = (record["step"], record["ranks"]) in begun or "steps" not in following
+            if record["ranks"] != len(record["hosts"]) or not is_known:  # unknown ranks took no step
                 yield f"ledger: {record['ranks']} ranks at step {record['step']} are not those that began"
             reached = record["step"]
             continue
