@@ -113,8 +113,7 @@ class Slurm:
         self._run("slurmctld", "slurmctld", "-D", "-i")
         for node in NODES:
             self.power_on(node)
-        sockets = [self.folder / f"forks_{node}/socket" for node in NODES]
-        wait_until(lambda: all(socket.exists() for socket in sockets), 60, "fork servers")
+        wait_until(lambda: len(list(self.folder.glob("forks_*/socket"))) == len(NODES), 60, "fork servers")
 
     def stop(self) -> None:
         """End all daemons and all processes on the nodes."""

@@ -12,7 +12,7 @@ import re
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ def _ledger(history: History) -> Iterator[str]:
     plan, reached = history.plan, 0
     noted = {each["step"] for each in history.events if each["event"] == "step"}
     begun = {(each["step"], each["ranks"]) for each in history.events if each["event"] == "started"}
-    for record, following in zip(history.ledger, [*history.ledger[1:], {}], strict=True):
+    for record, following in pairwise([*history.ledger, {}]):
         if "steps" not in record:
             for name in ("seed", "images", "global_batch"):
                 if record[name] != getattr(plan, name):
