@@ -38,6 +38,7 @@ BENCHMARKS = {
     "ceilings": ("gpu.measure_ceilings", "what a GPU reaches in copies, matrix products and attention"),
     "simulate": ("simulate.measure", "predicted efficiency on many GPUs"),
     "gpu": ("gpu.measure", "measure what one GPU is to be measured for, in parts"),
+    "race": ("race.measure", "wall time to an accuracy, against timm's train.py"),
     "table": ("results.table", "print the recorded results as the table of docs/results.md"),
 }
 _TAKES_PLUGINS = {"step", "reduce"}  # whose --model may be a plugin's

@@ -114,6 +114,14 @@ class Model:
     img_size: int = setting(
         224, "side of the square training and evaluation images, pixels", at_least=32, also=("--input-size",)
     )
+    first_size: CountOrZero = setting(
+        0,
+        "side of training images at first, which grows in equal steps to --img-size; 0: --img-size",
+        idle=("without --task classification",),
+    )
+    full_size_after: BelowOne = setting(
+        0.5, "part of all steps in which training images grow", idle=("without --first-size",)
+    )
     num_classes: CountOrZero = setting(0, "number of classes; 0: the class folders of the training set")
     drop_path: BelowOne = setting(0.0, "stochastic depth rate of the last block", also=("--drop-connect",))
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting(

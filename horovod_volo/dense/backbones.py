@@ -16,7 +16,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.models.blocks import sample_drop_path
 from horovod_volo.models.build import build_model, our_name
 from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.volo import Volo, fit_position_embedding, resize_position_embedding, run_blocks
+from horovod_volo.models.volo import Volo, embedding_for, fit_position_embedding, run_blocks
 
 _STRIDE = 16
 _THEIR_NECK, _OUR_NECK = "backbone.side_layer", "neck.side_layer"  # in LV-ViT's repository and here
@@ -93,15 +93,6 @@ def build_backbone(settings: Model) -> Any:
         delattr(network, part)
     network.describe_maps()  # type: ignore[operator]
     return network
-
-
-def embedding_for(embedding: Tensor, grid: tuple[int, int], old: tuple[int, int] | None = None) -> Tensor:
-    """Return a position embedding for a grid; resized, with gradients, if it has another one.
-
-    `old` is the grid of an embedding (1, 1 + tokens, channels), which does not show it.
-    """
-    own = old or (embedding.shape[1], embedding.shape[2])
-    return embedding if own == grid else resize_position_embedding(embedding, own, grid)
 
 
 def fitted_weights(

@@ -63,6 +63,9 @@ def settings_lines(
     batch, accumulation = config.data.batch_size, config.update.accumulation
     up_to = "" if derived.global_batch == ranks * batch * accumulation else "up to "
     training, precision = "", str(config.model.precision)
+    size = f"{config.model.img_size} px"
+    if config.model.first_size:
+        size = f"{config.model.first_size} px, which grow to {size}"
     if config.model.freeze:
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
         training = f"{trained:,} of {count:,} parameters; frozen: {config.model.freeze}"
@@ -74,7 +77,7 @@ def settings_lines(
         compression = {"none": "uncompressed", "fp16": "in fp16", "integers": "as integers"}[kind]
         precision += f"; gradients exchanged {compression} in {len(buckets)} buckets"
     return {
-        "model": f"{config.model.model}, {count:,} parameters, {config.model.img_size} px",
+        "model": f"{config.model.model}, {count:,} parameters, {size}",
         "chosen": config.chosen,
         "training": training,
         "batch": f"{derived.global_batch:,} images per step = {ranks} ranks x {up_to}{batch} images "

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import RankResources, World
-from horovod_volo.config.derived import drawing_rank
+from horovod_volo.config.derived import derive, drawing_rank
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.batch import TrainBatch
@@ -22,6 +23,7 @@ from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.engine import open_settings
 from horovod_volo.engine.accuracy import CONFUSIONS, Confusions, ImageScores, find_confusions
 from horovod_volo.engine.classification_data import Images, count_images, map_geometry, read_images
+from horovod_volo.engine.image_size import check_first_size, resized, training_side
 from horovod_volo.engine.task import Beat, Learner, Metrics, Network, Task, drop_path_seed
 from horovod_volo.models import build
 from horovod_volo.models.precision import autocast
@@ -42,6 +44,7 @@ class Classification:
     def complete(self, config: Config) -> Config:
         config = open_settings.fit_to_model(config)
         build.check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
+        check_first_size(config.model, build.spec_of(config.model.model).stride)
         if config.model.sync_bn == "heads":
             raise UserError("--sync-bn heads is for segmentation and detection. Use --sync-bn all, or none.")
         LOSSES.find(config.objective.loss)
@@ -118,6 +121,7 @@ class Logits(NamedTuple):
     classes: Tensor  # (batch, classes)
     tokens: Tensor  # (batch, tokens, classes), swapped back into unmixed order
     mix: Mix
+    side: int  # of the images
 
 
 class ClassificationLearner(Learner[TrainBatch, Logits]):
@@ -134,23 +138,29 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         self.eval_loader = self.build_eval_loader(images.held_out)
         self.bad_held_out = self.eval_loader.bad_samples
         self.network_forward = build.training_forward(network)
-        side = build.tokens_per_side(config.model.model, config.model.img_size)
-        self.criterion: Loss = build_loss(config.objective, len(images.train.classes), side)
-        self.mix = build_mix(config, world)  # mix(step, micro-batch)
+        self.side = build_side(config, world, len(images.train))  # side(step) of training images
+        self.mix = build_mix(config, world, self.side)  # mix(step, micro-batch)
+        tokens, classes = partial(build.tokens_per_side, config.model.model), len(images.train.classes)
+        # criterion(side of the images)
+        self.criterion: Callable[[int], Loss] = cache(
+            lambda side: build_loss(config.objective, classes, tokens(side))
+        )
         self.autocast = autocast(config.model.precision, resources.device)
         self.confusions: Confusions = {}  # of the better network of the last evaluation
 
     def forward(self, batch: TrainBatch, step: int, number: int) -> Logits:
         """Return the logits of mixed images."""
-        mix = self.mix(step, number)
+        mix, side = self.mix(step, number), self.side(step)
         seed = drop_path_seed(self.config, step, self.world.rank, number)
         with self.autocast:
-            logits = self.network_forward(mix.images(batch.images), mix.swap_tokens, seed)
-        return Logits(*logits, mix)
+            images = mix.images(resized(batch.images, side))
+            logits = self.network_forward(images, mix.swap_tokens, seed)
+        return Logits(*logits, mix, side)
 
     def loss(self, outputs: Logits, batch: TrainBatch) -> LossParts:
         """Return the losses of the class and, with token labels, of the tokens."""
-        return self.criterion(outputs.classes, outputs.tokens, batch.labels, outputs.mix)
+        criterion = self.criterion(outputs.side)
+        return criterion(outputs.classes, outputs.tokens, batch.labels, outputs.mix)
 
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the accuracy of a model on the held-out images. Collective: every rank calls this."""
@@ -180,23 +190,32 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         """Return pictures of the first images of a micro-batch, the first of a step."""
         if not PICTURES.has_extra("classification"):
             return {}
-        mix, classes = self.mix(step, 0), self.images.train.classes
-        return PICTURES.find("classification")(batch, mix, self.criterion, classes, self.config)
+        side, classes = self.side(step), self.images.train.classes
+        shown = replace(batch, images=resized(batch.images, side))
+        draw = PICTURES.find("classification")
+        return draw(shown, self.mix(step, 0), self.criterion(side), classes, self.config)
 
 
 # Draw the first images of a micro-batch (pictures/classification.py).
 PICTURES: Registry[Callable[..., Mapping[str, Picture]]] = Registry("pictures", "--images-every")
 
 
-def build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
+def build_side(config: Config, world: World, images: int) -> Callable[[int], int]:
+    """Return the side of training images as a function of the step."""
+    stride, steps = build.spec_of(config.model.model).stride, 0
+    if config.model.first_size:
+        steps = derive(config, ranks=world.size, images=images).total_steps
+    return lambda step: training_side(config.model, stride, step, steps)
+
+
+def build_mix(config: Config, world: World, side: Callable[[int], int]) -> Callable[[int, int], Mix]:
     """Return MixToken, mixup/CutMix or no mixing as a function of the step and the micro-batch's number."""
     seed, objective, rank = config.run.seed, config.objective, drawing_rank(config, world.rank)
     if objective.mix_token:
-        side = build.tokens_per_side(config.model.model, config.model.img_size)
-        return lambda step, number: draw_box(seed, step, rank, number, side)
+        tokens = partial(build.tokens_per_side, config.model.model)
+        return lambda step, number: draw_box(seed, step, rank, number, tokens(side(step)))
     if objective.mixup or objective.cutmix:
-        pixels = config.model.img_size
-        return lambda step, number: draw_image_mix(objective, seed, step, rank, number, pixels)
+        return lambda step, number: draw_image_mix(objective, seed, step, rank, number, side(step))
     return lambda step, number: NO_BOX  # noqa: ARG005
 
 

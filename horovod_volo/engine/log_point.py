@@ -10,6 +10,7 @@ from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.engine.checkpoint.saving import finish_checkpoint
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back
+from horovod_volo.engine.image_size import has_full_side
 from horovod_volo.engine.model_cost import PASSES
 from horovod_volo.monitor.logger import Values
 from horovod_volo.monitor.meters import OwnTime, device_memory_gib, host_memory_gib
@@ -118,7 +119,9 @@ def _speed(context: TrainContext, reports: Sequence[RankReport], steps: float) -
     }
     if context.state.scaler.is_enabled():
         values["loss_scale"] = context.state.scaler.get_scale()
-    if context.cost.forward_flops:
+    # The cost is that of images of --img-size; those since the last log point may have been smaller.
+    begun, all_steps = context.step - context.config.run.log_every, context.total_steps
+    if context.cost.forward_flops and has_full_side(context.config.model, begun, all_steps):
         flops = PASSES * context.cost.forward_flops * images_per_second
         values["model_tflops"] = flops / len(reports) / 1e12
         if context.peak_flops:

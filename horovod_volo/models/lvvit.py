@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from horovod_volo.models.blocks import Attention, Mlp, TwoBranches, sample_drop_path, stem_input
 from horovod_volo.models.registry import ModelSpec, register_model
-from horovod_volo.models.volo import TwoHeads, fit_position_embedding, run_blocks
+from horovod_volo.models.volo import TwoHeads, embedding_for, fit_position_embedding, run_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
     "lvvit_t": {"layers": 12, "embed_dim": 240, "num_heads": 4, "stem_width": 64, "residual_divisor": 1.0},
@@ -128,7 +128,8 @@ class LvVit(TwoHeads, nn.Module):
     def body(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
         """Return normalized features (batch, 1 + tokens, channels) of a grid, the class token first."""
         first = self.cls_token.expand(tokens.shape[0], -1, -1)
-        tokens = torch.cat([first, tokens.flatten(1, 2)], dim=1) + self.pos_embed
+        embedding = embedding_for(self.pos_embed, (tokens.shape[1], tokens.shape[2]), self.grid)
+        tokens = torch.cat([first, tokens.flatten(1, 2)], dim=1) + embedding
         rates = [rate if self.training else 0.0 for rate in self.rates for _ in range(2)]
         samples = iter(sample_drop_path(rates, tokens, drop_path_seed))
         features: Tensor = self.norm(run_blocks(self, self.blocks, tokens, samples))

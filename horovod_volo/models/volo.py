@@ -68,7 +68,8 @@ class TwoHeads:
 
     head: nn.Module
     aux_head: nn.Linear | None  # gives token logits, which token labels need
-    grid: tuple[int, int]  # rows and columns of tokens
+    grid: tuple[int, int]  # rows and columns of the position embedding; those of tokens follow the images
+    reduction = 1  # side of the stem's grid over that of the tokens
     stem: Callable[[Tensor], Tensor]  # images -> a grid of tokens (batch, rows, columns, channels)
     # (grid, drop path seed) -> normalized features (batch, 1 + tokens, channels), the class token first
     body: Callable[..., Tensor]
@@ -77,9 +78,11 @@ class TwoHeads:
         self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return class and token logits; tokens are swapped after the stem and back before the token head."""
-        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
+        grid = self.stem(images)
+        features = self.body(swap_tokens(grid), drop_path_seed)
         assert self.aux_head is not None, "without it there are class logits alone"
-        own = swap_tokens(torch.unflatten(features[:, 1:], 1, self.grid))
+        shape = (grid.shape[1] // self.reduction, grid.shape[2] // self.reduction)
+        own = swap_tokens(torch.unflatten(features[:, 1:], 1, shape))
         return self.head(features[:, 0]), self.aux_head(own).flatten(1, 2)  # (batch, tokens, classes)
 
     def class_logits(
@@ -96,7 +99,9 @@ class TwoHeads:
 
 
 class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
-    """timm's VOLO with a training forward."""
+    """timm's VOLO with a training forward; it also takes images of other sizes than it was built for."""
+
+    reduction = 2
 
     def __init__(self, *, drop_path: float = 0.0, aux_head: bool = True, **settings: Any) -> None:
         if others := settings.keys() - _ARGUMENTS:
@@ -133,7 +138,7 @@ class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
         samples = self._sample_drop_path(tokens, drop_path_seed)
         outlookers, downsampling, *transformers = self.network
         tokens = downsampling(run_blocks(self, outlookers, tokens, samples))
-        tokens = self.pos_drop(tokens + self.pos_embed)
+        tokens = self.pos_drop(tokens + embedding_for(self.pos_embed, (tokens.shape[1], tokens.shape[2])))
         for stage in transformers:
             tokens = run_blocks(self, stage, tokens, samples)
         return tokens.flatten(1, 2)
@@ -176,6 +181,15 @@ def _grid(embedding: Tensor) -> tuple[int, int] | None:
         return embedding.shape[1], embedding.shape[2]
     side = math.isqrt(embedding.shape[1] - 1)  # the first one is the class token's
     return (side, side) if side * side == embedding.shape[1] - 1 else None
+
+
+def embedding_for(embedding: Tensor, grid: tuple[int, int], old: tuple[int, int] | None = None) -> Tensor:
+    """Return a position embedding for a grid; resized, with gradients, if it has another one.
+
+    `old` is the grid of an embedding (1, 1 + tokens, channels), which does not show it.
+    """
+    own = old or (embedding.shape[1], embedding.shape[2])
+    return embedding if own == grid else resize_position_embedding(embedding, own, grid)
 
 
 def resize_position_embedding(embedding: Tensor, old: tuple[int, int], grid: tuple[int, int]) -> Tensor:

@@ -37,8 +37,8 @@ def without_aux_head(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not name.startswith("aux_head.")}
 
 
-def small_lvvit(drop_path: float = 0.0, **settings: Any) -> LvVit:
-    """Build a small LV-ViT for images of 64 pixels and ten classes."""
+def small_lvvit(drop_path: float = 0.0, img_size: int = 64, **settings: Any) -> LvVit:
+    """Build a small LV-ViT for ten classes."""
     torch.manual_seed(0)
     sizes = {"layers": 3, "embed_dim": 48, "num_heads": 4, "stem_width": 8, "residual_divisor": 2.0}
-    return LvVit(img_size=64, num_classes=10, drop_path=drop_path, **sizes | settings)
+    return LvVit(img_size=img_size, num_classes=10, drop_path=drop_path, **sizes | settings)

@@ -13,7 +13,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.models.blocks import Block
 from horovod_volo.models.build import build_model, check_model, spec_of
 from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.volo import Volo
+from horovod_volo.models.volo import Volo, fit_position_embedding
 from horovod_volo.objective.mixing import Box
 
 timm = pytest.importorskip("timm")
@@ -26,13 +26,13 @@ def on_meta(name: str, *, img_size: int, drop_path: float = 0.0) -> Volo:
         return build_model(name, img_size=img_size, num_classes=1000, drop_path=drop_path)
 
 
-def demo() -> Volo:
+def demo(side: int = 64) -> Volo:
     torch.manual_seed(0)
-    return perturbed(build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0))
+    return perturbed(build_model("volo_demo", img_size=side, num_classes=10, drop_path=0.0))
 
 
-def demo_of_lvvit() -> LvVit:
-    return perturbed(small_lvvit(), strength=0.05)
+def demo_of_lvvit(side: int = 64) -> LvVit:
+    return perturbed(small_lvvit(img_size=side), strength=0.05)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,21 @@ def test_weights_have_timms_names_and_shapes(name: str, side: int) -> None:
     ours = on_meta(name, img_size=side)
     assert {key: tensor.shape for key, tensor in ours.state_dict().items()} == shapes
     assert ours.no_weight_decay() == theirs.no_weight_decay() == {"pos_embed", "cls_token"}
+
+
+@pytest.mark.parametrize("build", [demo, demo_of_lvvit])
+def test_images_of_another_size_are_seen_as_by_a_network_of_that_size(build: Any) -> None:
+    model, other, images = build(), build(96), random_images(2, side=96)
+    resized, messages = fit_position_embedding(other, model.state_dict())
+    assert messages == ["position embedding resized from 4 x 4 to 6 x 6"]
+    other.load_state_dict(resized)
+    for found, expected in zip(
+        model.training_logits(images, unchanged), other.training_logits(images, unchanged), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(model.eval()(images), other.eval()(images))
+    model(images).sum().backward()
+    assert model.pos_embed.grad.abs().sum() > 0
 
 
 def test_initial_weights_of_lvvit_have_the_published_distributions() -> None:

@@ -1,0 +1,152 @@
+"""A race to an accuracy: wall time from the command to a top-1 on held-out images, beside timm's train.py.
+
+Each run is a command that a user types, alone on the machine; the two sides alternate. The clock starts with
+the command and stops when the record of the first evaluation at or above the target is in the run's file, so
+starting, reading images and all evaluations count. A run goes on to its end, for the accuracy at other times.
+"""
+
+import csv
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Annotated, NamedTuple
+
+import numpy as np
+
+from horovod_volo.bench.results import Figure, Flag, Result
+from horovod_volo.core.errors import UserError
+from horovod_volo.monitor.logger import METRICS
+
+_POLL_SECONDS = 0.1
+_LAST_LINES = 15  # of the output of a run that fails
+
+
+class Evaluation(NamedTuple):
+    seconds: float  # since the command
+    top1: float
+
+
+Curve = list[Evaluation]
+
+
+def measure(
+    data: Annotated[str, Flag("folder with train/CLASS/IMAGE and val/CLASS/IMAGE")],
+    *,
+    target: Annotated[float, Flag("top-1 to reach, in percent")] = 60.0,
+    seeds: Annotated[Sequence[int], Flag("seeds, one run of each side for each")] = (1, 2, 3, 4, 5),
+    ours: Annotated[str, Flag("flags of our side")] = "--recipe fast_small",
+    ranks: Annotated[int, Flag("ranks of our side")] = 1,
+    theirs: Annotated[str, Flag("flags of timm's side")] = "",
+    timm: Annotated[str, Flag("checkout of timm, whose train.py runs; empty: our side alone")] = "",
+) -> Result:
+    """Race our trainer against timm's."""
+    if timm and not (Path(timm) / "train.py").is_file():
+        raise UserError(
+            f"{timm} has no train.py. Clone huggingface/pytorch-image-models, and name its folder."
+        )
+    data, found = str(Path(data).resolve()), dict[str, list[Curve]](ours=[], timm=[])
+    with tempfile.TemporaryDirectory() as folder:
+        for number, seed in enumerate(seeds):
+            sides = ("ours", "timm") if timm else ("ours",)
+            for side in sides if number % 2 == 0 else reversed(sides):
+                output = Path(folder) / f"{side}_{seed}"
+                if side == "ours":
+                    command = our_command(data, output, seed, ranks, shlex.split(ours))
+                    scores = partial(our_scores, output / "run" / METRICS)
+                else:
+                    command = timm_command(data, output, seed, timm, shlex.split(theirs))
+                    scores = partial(timm_scores, output / "run" / "summary.csv")
+                curve = watched(command, scores, output)
+                found[side].append(curve)
+                print(f"{side}, seed {seed}: {described(curve, target)}", file=sys.stderr, flush=True)
+    title = f"wall time to a top-1 of {target:g} % on {Path(data).name}, seeds {' '.join(map(str, seeds))}"
+    return Result(f"race {Path(data).name} {ours}", title, figures_of(found, target))
+
+
+def our_command(data: str, output: Path, seed: int, ranks: int, flags: Sequence[str]) -> list[str]:
+    launcher = ["horovodrun", "-np", str(ranks)] if ranks > 1 else []
+    command = [*launcher, sys.executable, "-m", "horovod_volo.train", data, *flags]
+    return [*command, "--seed", str(seed), "--output", str(output), "--name", "run"]
+
+
+def timm_command(data: str, output: Path, seed: int, timm: str, flags: Sequence[str]) -> list[str]:
+    command = [sys.executable, "-m", "horovod_volo.bench.timm_train", timm, "--data-dir", data, *flags]
+    return [*command, "--seed", str(seed), "--output", str(output), "--experiment", "run"]
+
+
+def our_scores(file: Path) -> list[float]:
+    """Return the top-1 of each evaluation so far, of the averaged weights if they are better."""
+    records = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+    return [max(each["top1"], each.get("ema_top1", 0.0)) for each in records if "top1" in each]
+
+
+def timm_scores(file: Path) -> list[float]:
+    """Return the top-1 of each evaluation so far."""
+    text = file.read_text() if file.exists() else ""
+    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    return [float(row["eval_top1"]) for row in rows]
+
+
+def watched(command: Sequence[str], scores: Callable[[], list[float]], output: Path) -> Curve:
+    """Run a command to its end, and note when each of its evaluations is recorded."""
+    output.mkdir()
+    curve, began = Curve(), monotonic()
+    with (output / "output.txt").open("w+") as text:
+        process = subprocess.Popen(command, stdout=text, stderr=subprocess.STDOUT)
+        try:
+            while True:
+                has_ended, seconds = process.poll() is not None, monotonic() - began
+                curve += [Evaluation(seconds, top1) for top1 in scores()[len(curve) :]]
+                if has_ended:
+                    break
+                sleep(_POLL_SECONDS)
+        finally:
+            process.terminate()
+            process.wait()
+        text.seek(0)
+        if process.returncode:
+            sys.stderr.writelines(text.readlines()[-_LAST_LINES:])
+            raise UserError(f"The lines above end the output of a run that failed: {shlex.join(command)}")
+    return curve
+
+
+def seconds_to(curve: Curve, target: float) -> float:
+    """Return the seconds to the first evaluation at or above a target; infinite if there is none."""
+    return next((each.seconds for each in curve if each.top1 >= target), float("inf"))
+
+
+def best_until(curve: Curve, seconds: float) -> float:
+    """Return the best top-1 of the evaluations in the first seconds."""
+    return max((each.top1 for each in curve if each.seconds <= seconds), default=0.0)
+
+
+def described(curve: Curve, target: float) -> str:
+    points = " ".join(f"{each.seconds:.0f} s {each.top1:.2f}" for each in curve)
+    return f"{target:g} % after {seconds_to(curve, target):.1f} s of {curve[-1].seconds:.1f} s ({points})"
+
+
+def figures_of(found: dict[str, list[Curve]], target: float) -> list[Figure]:
+    """Return the times of both sides, their ratio, and both accuracies when timm's run ends."""
+    times = {side: np.array([seconds_to(each, target) for each in curves]) for side, curves in found.items()}
+    if missed := [side for side, seconds in times.items() if np.isinf(seconds).any()]:
+        raise UserError(f"Not each run reached {target:g} % ({', '.join(missed)}): see the lines above.")
+    figures = [Figure.of(f"{side}: to {target:g} %", each, "s") for side, each in times.items() if len(each)]
+    figures += [
+        Figure.of(f"{side}: best top-1", [best_until(each, float("inf")) for each in curves], "%")
+        for side, curves in found.items() if curves
+    ]  # fmt: skip
+    if not found["timm"]:
+        return figures
+    ends = [curve[-1].seconds for curve in found["timm"]]
+    at_equal_time = [best_until(*each) for each in zip(found["ours"], ends, strict=True)]
+    return [
+        *figures,
+        Figure.of("ours, when timm's run ends", at_equal_time, "%"),
+        Figure.of("sooner than timm", times["timm"] / times["ours"], "x"),
+    ]
