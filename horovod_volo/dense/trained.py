@@ -30,7 +30,7 @@ from horovod_volo.dense.task import DenseTask, Views
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Samples
 from horovod_volo.evaluation.task_results import EVALUATIONS, EXPORTS, Evaluated, Progress
-from horovod_volo.models.precision import fix_convolutions, set_tf32
+from horovod_volo.models.precision import prepare_precision
 from horovod_volo.models.pretrained import settings_of_run
 from horovod_volo.models.timm_export import CONFIG, STATE_DICT
 from horovod_volo.models.weights import read_weights
@@ -94,8 +94,7 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     decoder = world.run_on_all_ranks(partial(task.decoder_messages, config))
     resources = rank_resources(world)
     network.to(resources.device)
-    set_tf32(request.precision)
-    fix_convolutions(network, request.precision, resources.device)
+    prepare_precision(network, request.precision, resources.device)
     context = rank_context(config, world, resources)
     evaluation = task.build_evaluation(config, images, context)
     evaluation.views = Views(tuple(request.scales), request.flip)

@@ -16,7 +16,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.engine.task import Task
 from horovod_volo.models import build
-from horovod_volo.models.precision import fix_convolutions, set_tf32
+from horovod_volo.models.precision import prepare_precision
 from horovod_volo.models.registry import COMPILERS
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
 from horovod_volo.optim.ema import Average, Ema
@@ -100,8 +100,7 @@ def build_state(
         warnings = [f"weights from {finetune}", *network.load_weights(finetune)]
     build.freeze(model, settings.freeze, heads)
     build.start_training(model.to(device))
-    set_tf32(config.model.precision)
-    fix_convolutions(model, config.model.precision, device)
+    prepare_precision(model, config.model.precision, device)
     kind = "sharded" if update.shard_optimizer else "whole"
     reducer = REDUCERS.find(f"{kind} reproducible" if config.data.reproducible else kind)(
         model,

@@ -23,7 +23,7 @@ from horovod_volo.engine.classification_data import catalog_folder, shared_catal
 from horovod_volo.evaluation.imagenet import count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.predictions import load_network
 from horovod_volo.evaluation.task_results import EVALUATIONS, Evaluated, Progress
-from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
+from horovod_volo.models.precision import autocast, prepare_precision
 from horovod_volo.models.pretrained import PretrainedModel, settings_of_run
 from horovod_volo.models.weights import TIMM
 
@@ -38,8 +38,7 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     read = partial(read_real, request.real, catalog, model.num_classes)
     real = world.run_on_all_ranks(read) if request.real else None
     model.network.to(resources.device)
-    set_tf32(request.precision)
-    fix_convolutions(model.network, request.precision, resources.device)
+    prepare_precision(model.network, request.precision, resources.device)
     crop_pct = request.crop_pct or model.crop_pct
     loader = _build_loader(request, catalog, model, crop_pct, resources, world)
     scores, done, own = ImageScores(resources.device), 0, len(range(world.rank, len(catalog), world.size))

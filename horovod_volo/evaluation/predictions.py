@@ -19,7 +19,7 @@ from horovod_volo.core.center_crop import crop_corners, resized_shapes
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.pillow_pipeline import cropped
 from horovod_volo.data.reading import UNDECODABLE, Encoded, decode_rgb, decoded_rgb, resized_shape, to_ppm
-from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
+from horovod_volo.models.precision import autocast, prepare_precision
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
 from horovod_volo.models.timm_api import described
 from horovod_volo.monitor.pictures import inlined_jpeg
@@ -57,8 +57,7 @@ def predict(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained.network.to(device)
-    set_tf32(precision)
-    fix_convolutions(trained.network, precision, device)
+    prepare_precision(trained.network, precision, device)
     names = described(trained.class_names) or [f"class {number}" for number in range(trained.num_classes)]
     side = trained.image_side
     resize = partial(

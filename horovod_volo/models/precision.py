@@ -16,14 +16,6 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
-def set_tf32(precision: str) -> None:
-    """Let CUDA round the inputs of fp32 products and convolutions to TF32 with `--precision tf32` only.
-
-    By default PyTorch does so in convolutions, but not in matrix products.
-    """
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-
-
 def compute_reproducibly(device: torch.device) -> None:
     """Let torch add in the same order always: with one thread, and on a GPU with deterministic kernels."""
     torch.set_num_threads(1)
@@ -46,13 +38,17 @@ def precision_warnings(precision: str, device: torch.device) -> list[str]:
     return [f"this CPU emulates {precision} in fp32, which is many times slower: use --precision fp32"]
 
 
-def fix_convolutions(model: nn.Module, precision: str, device: torch.device) -> None:
-    """Run the convolutions in fp32 that CPUs compute wrongly in half precision.
+def prepare_precision(model: nn.Module, precision: str, device: torch.device) -> None:
+    """Set what a `--precision` needs beside autocast: TF32, and fp32 where CPUs compute wrongly.
+
+    CUDA rounds the inputs of fp32 products and convolutions to TF32 with "tf32" only. By default PyTorch
+    does so in convolutions, but not in matrix products.
 
     On CPUs with AMX, torch 2.13 computes bf16 convolutions of 16 input channels, kernel 4 and stride 4
     wrongly (tools/amx_convolution shows it). Remove this when every torch that setup.cfg allows computes them
     correctly.
     """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if device.type != "cpu" or _AUTOCAST_DTYPES[precision] is None:
         return
     for module in model.modules():
