@@ -10,7 +10,7 @@ Shards of the store are divided among the ranks by number; ranks communicate onl
 import hashlib
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from horovod_volo.cluster.world import RankResources, World, rank_resources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.image_decoder import IMAGENET_MEAN, IMAGENET_STD
+from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.loader import EvalBatches
+from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.labelling.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
 from horovod_volo.models.build import check_model, spec_of
@@ -61,14 +61,27 @@ class Teacher:
     network: nn.Module
     name: str  # including the image size and a digest of the weights
     image_side: int
-    mean: tuple[float, ...]  # of training pixels from 0 to 1
-    std: tuple[float, ...]
+    normalization: Normalization
 
-    def label(self, pixels: Tensor) -> Tensor:
-        """Return logits (images, classes, rows, columns) of pixels (images, 3, side, side) from 0 to 1."""
-        mean, std = (pixels.new_tensor(values).view(1, 3, 1, 1) for values in (self.mean, self.std))
+    def images(self, catalog: Catalog, batch: int, resources: RankResources) -> EvalLoader:
+        """Return a catalog's images as the teacher sees them; damaged ones are skipped and reported."""
+        return EvalLoader(
+            catalog,
+            Data(batch_size=batch, bad_samples="skip", bad_samples_limit=len(catalog)),
+            image_size=self.image_side,
+            crop_pct=1.0,
+            crop_mode="squash",
+            rank=0,
+            size=1,
+            device=resources.device,
+            threads=resources.threads,
+            normalization=self.normalization,
+        )
+
+    def label(self, images: Tensor) -> Tensor:
+        """Return logits (images, classes, rows, columns) of normalised images (images, 3, side, side)."""
         with torch.inference_mode():
-            return token_logits(self.network, (pixels - mean) / std)
+            return token_logits(self.network, images)
 
 
 def load_teacher(choice: TeacherChoice, classes: int) -> Teacher:
@@ -97,7 +110,7 @@ def load_teacher(choice: TeacherChoice, classes: int) -> Teacher:
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     shown = Path(name).resolve().name if is_run else name
     shown = f"{shown} at {trained.image_side} pixels, weights {digest.hexdigest()[:12]}"
-    return Teacher(trained.network, shown, trained.image_side, trained.mean, trained.std)
+    return Teacher(trained.network, shown, trained.image_side, Normalization(trained.mean, trained.std))
 
 
 def token_logits(network: Any, images: Tensor) -> Tensor:
@@ -145,36 +158,6 @@ def _unsuitable(network: nn.Module, reason: str) -> UserError:
     )
 
 
-class TeacherImages(EvalBatches):
-    """Images of a catalog, each resized to a square without keeping the aspect ratio, as a teacher sees them.
-
-    They are read and decoded as evaluation images are; damaged ones are left out.
-    """
-
-    def __init__(self, catalog: Catalog, image_size: int, batch: int, resources: RankResources) -> None:
-        super().__init__(
-            catalog,
-            len(catalog),
-            Data(batch_size=batch, bad_samples="skip", bad_samples_limit=len(catalog)),
-            image_size=image_size,
-            resize=lambda sizes: np.full_like(sizes, image_size),
-            rank=0,
-            size=1,
-            device=resources.device,
-            threads=resources.threads,
-        )
-
-    def pixels(self, indices: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield indices and pixels (images, 3, image_size, image_size) from 0 to 1 of what can be decoded."""
-        with closing(self.decoded(np.array(indices, dtype=np.int64))) as decoded:
-            for pending, images in decoded:
-                mean, std = (images.new_tensor(each).view(3, 1, 1) for each in (IMAGENET_MEAN, IMAGENET_STD))
-                usable = np.flatnonzero(~pending.bad)
-                if len(usable):
-                    shown = images[torch.from_numpy(usable).to(images.device)]
-                    yield pending.indices[usable].tolist(), shown * std + mean
-
-
 def generate_labels(
     data_dir: str,
     store: Path,
@@ -217,7 +200,7 @@ def generate_labels(
         )
 
     writer = world.run_on_rank_zero(open_store)
-    with closing(TeacherImages(catalog, teacher.image_side, choice.batch_size, resources)) as images:
+    with closing(teacher.images(catalog, choice.batch_size, resources)) as images:
         problems = _label_shards(writer, teacher, images, world, progress)
     problems_by_rank = world.allgather_object(problems)
     if world.is_rank_zero:
@@ -227,7 +210,7 @@ def generate_labels(
 
 
 def _label_shards(
-    writer: LabelStoreWriter, teacher: Teacher, images: TeacherImages, world: World, progress: Progress
+    writer: LabelStoreWriter, teacher: Teacher, images: EvalLoader, world: World, progress: Progress
 ) -> list[str]:
     """Write the unfinished shards of this rank; return the problems of all its shards."""
     records = {number: writer.finished(number) for number in range(world.rank, writer.shards, world.size)}
@@ -236,23 +219,21 @@ def _label_shards(
     total, done, top_k = sum(len(writer.rows(number)) for number in unfinished), 0, writer.metadata.top
     progress(done, total)
     for number in unfinished:
-        rows, labelled = writer.rows(number), 0
+        rows = writer.rows(number)
         scores, ids = writer.empty_shard(number)
-        for indices, pixels in images.pixels(rows):
+        for pending, pixels in images.decoded(np.array(rows, dtype=np.int64)):
             logits = teacher.label(pixels).float()  # (images, classes, height, width)
-            best = centred(logits, top_k).topk(top_k, dim=1)
-            shard_rows = [index - rows.start for index in indices]
-            scores[shard_rows] = best.values.clamp(min=0).half().cpu().numpy()
-            ids[shard_rows] = best.indices.cpu().numpy()
-            labelled += len(indices)
-            progress(done + labelled, total)
+            best, usable = centred(logits, top_k).topk(top_k, dim=1), ~pending.bad
+            shard_rows = pending.indices[usable] - rows.start
+            scores[shard_rows] = best.values.clamp(min=0).half().cpu().numpy()[usable]
+            ids[shard_rows] = best.indices.cpu().numpy()[usable]
+            done += len(pending.indices)
+            progress(done, total)
         if not torch.from_numpy(scores).isfinite().all():
             raise UserError(
                 f"the logits of {teacher.name} are not finite. Check that the weights are complete and "
                 "belong to this network."
             )
-        done += len(rows)
-        progress(done, total)
         problems += writer.write(number, scores, ids, images.bad_samples.new_messages()).problems
     return problems
 

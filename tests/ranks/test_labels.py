@@ -75,6 +75,7 @@ def test_several_ranks_write_the_same_store(folder, by_one):
     assert "cannot be decoded: " in problem
     files = content_of(out / "store")
     assert files == content_of(by_one)
+    assert b'"missing": 1' in files["store.json"]  # of the damaged image
     assert len(files) == 2 + -(-IMAGES // 6)
 
 

@@ -15,17 +15,12 @@ from PIL import Image
 from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.command_line import build_config
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.engine.classification import Classification
-from horovod_volo.labelling.generate import (
-    TeacherChoice,
-    TeacherImages,
-    centred,
-    generate_labels,
-    load_teacher,
-)
+from horovod_volo.labelling.generate import Teacher, TeacherChoice, centred, generate_labels, load_teacher
 from horovod_volo.models.build import build_model
 from horovod_volo.objective.label_map import map_targets
 from horovod_volo.token_labels.source import map_warnings
@@ -66,12 +61,11 @@ def logits_by_name(folder: Path, weights: str) -> dict[str, torch.Tensor]:
     """Return the teacher's logits (classes, rows, columns) of each image, by its full name."""
     catalog = catalog_of(folder / "images")
     teacher = load_teacher(choice_of(folder, weights), CLASSES)
-    images = TeacherImages(catalog, SIDE, 8, RankResources(torch.device("cpu"), 1, ""))
-    with closing(images):
+    with closing(teacher.images(catalog, 8, RankResources(torch.device("cpu"), 1, ""))) as images:
         return {
-            catalog.name(index): logits
-            for indices, pixels in images.pixels(range(len(catalog)))
-            for index, logits in zip(indices, teacher.label(pixels), strict=True)
+            catalog.name(int(index)): logits
+            for pending, pixels in images.decoded()
+            for index, logits in zip(pending.indices, teacher.label(pixels), strict=True)
         }
 
 
@@ -158,6 +152,7 @@ def test_an_image_that_is_held_out_does_not_share_a_published_map(tmp_path: Path
 
 
 SQUARE = 48
+NORMALIZATION = Normalization((0.3, 0.4, 0.5), (0.1, 0.2, 0.3))
 SIZES = [(90, 40), (33, 70), (64, 64), (120, 61), (50, 50), (47, 31), (200, 100), (31, 90), (55, 44)]
 
 
@@ -169,20 +164,22 @@ def uneven(tmp_path):
 
 def opened(folder, batch=2):
     catalog = build_catalog(str(folder), "train", None)
-    images = TeacherImages(catalog, SQUARE, batch, RankResources(torch.device("cpu"), 2, ""))
-    return closing(images)
+    teacher = Teacher(torch.nn.Identity(), "", SQUARE, NORMALIZATION)
+    return closing(teacher.images(catalog, batch, RankResources(torch.device("cpu"), 2, "")))
 
 
 def pixels_by_index(images, indices):
     found = {}
-    for batch_indices, pixels in images.pixels(indices):
-        found |= dict(zip(batch_indices, 255 * pixels.numpy(), strict=True))
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in NORMALIZATION)
+    for pending, batch in images.decoded(np.array(indices)):
+        usable, pixels = ~pending.bad, 255 * (batch * std + mean).numpy()
+        found |= dict(zip(pending.indices[usable].tolist(), pixels[usable], strict=True))
     return found
 
 
 def test_pixels_equal_pils(uneven):
     with opened(uneven) as images:
-        for indices in (range(4), range(4, 9)):  # pixels() can be called again
+        for indices in (range(4), range(4, 9)):  # decoded() can be called again
             found = pixels_by_index(images, indices)
             assert list(found) == list(indices)
             for index, pixels in found.items():
@@ -193,7 +190,7 @@ def test_pixels_equal_pils(uneven):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 20])
-def test_damaged_images_are_left_out_and_reported(uneven, batch):
+def test_damaged_images_are_marked_and_reported(uneven, batch):
     with opened(uneven, batch) as images:
         whole = pixels_by_index(images, range(9))
     damaged = {0: b"", 3: b"no image at all", 4: (uneven / "train/a/4.png").read_bytes()[:60], 8: None}

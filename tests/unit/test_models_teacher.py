@@ -109,12 +109,12 @@ def test_weights_and_normalisation_are_the_teachers_own(tmp_path):
     network = network_of("vit_tiny_patch16_224", img_size=64)
     torch.save(network.state_dict(), tmp_path / "w.pth")
     teacher = load("vit_tiny_patch16_224", tmp_path / "w.pth")
-    assert teacher.mean == teacher.std == (0.5, 0.5, 0.5)
+    assert teacher.normalization == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     assert teacher.image_side == 64
-    colours = torch.rand(2, 3, 64, 64)
+    batch = torch.rand(2, 3, 64, 64)
     with torch.inference_mode():
-        expected = token_logits(network, colours * 2 - 1)
-    torch.testing.assert_close(teacher.label(colours), expected)
+        expected = token_logits(network, batch)
+    torch.testing.assert_close(teacher.label(batch), expected)
     assert teacher.name == load("vit_tiny_patch16_224", tmp_path / "w.pth").name
     with torch.no_grad():
         network.head.bias[0] += 1e-3
