@@ -35,7 +35,6 @@ EXTRAS: dict[str, dict[str, str]] = {
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
     "operator of CPUs": {"outlook attention": "horovod_volo.kernels.outlook_gather"},
     "model": dict.fromkeys(("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"), "horovod_volo.models.lvvit"),
-    "compiler of blocks": {"inductor": "horovod_volo.models.compiled"},
     "batch norm over ranks": {"all": "horovod_volo.models.sync_batch_norm"},
     "loss": {"bce": "horovod_volo.objective.binary_cross_entropy"},
     "optimizer": {

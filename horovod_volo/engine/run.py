@@ -41,8 +41,8 @@ from horovod_volo.engine.model_cost import count_cost, refuse_long_run, refuse_m
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState, build_state
 from horovod_volo.engine.task import Task
+from horovod_volo.models.compiled import check_compiler
 from horovod_volo.models.precision import compute_reproducibly, precision_warnings
-from horovod_volo.models.registry import COMPILERS
 from horovod_volo.monitor.logger import METRICS, Logger, last_values
 from horovod_volo.monitor.meters import StragglerFinder, TrainingClock, peak_flops
 from horovod_volo.monitor.progress import RunLength
@@ -181,7 +181,7 @@ def _check(config: Config) -> None:
         parse_steps(config.run.profile)
         PROFILERS.find("steps")
     if config.model.compile:
-        COMPILERS.find("inductor").check()
+        check_compiler()
 
 
 # (settings, world, callbacks, start) -> exit status

@@ -16,8 +16,8 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.engine.task import Task
 from horovod_volo.models import build
+from horovod_volo.models.compiled import compile_blocks
 from horovod_volo.models.precision import prepare_precision
-from horovod_volo.models.registry import COMPILERS
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
 from horovod_volo.optim.ema import Average, Ema
 
@@ -141,5 +141,5 @@ def build_state(
     if update.ema_decay:
         average = Ema(model, reducer.buckets, update.ema_decay, warmup=update.ema_warmup)
     if settings.compile:
-        COMPILERS.find("inductor").compile_blocks(model)
+        compile_blocks(model)
     return TrainState(model, heads, reducer, optimizer, spec.state_keys, average, scaler), warnings

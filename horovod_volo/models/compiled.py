@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.registry import COMPILERS, Compiler
 
 Call = Callable[..., Any]
 
@@ -84,6 +83,3 @@ def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from children
         else:
             yield from find_blocks(module)
-
-
-COMPILERS.register("inductor", Compiler(check_compiler, compile_blocks))

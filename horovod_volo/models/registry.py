@@ -68,16 +68,8 @@ class NormsOverRanks(NamedTuple):
     connect: Callable[[nn.Module, Any], int]  # lets them exchange with other ranks
 
 
-class Compiler(NamedTuple):
-    """torch.compile for the repeated blocks of a model (models/compiled.py)."""
-
-    check: Callable[[], None]  # raises UserError if a program is missing that it needs
-    compile_blocks: Callable[[nn.Module], None]
-
-
 MODELS: Registry[ModelSpec] = Registry("model", "--model")
 NORMS_OVER_RANKS: Registry[NormsOverRanks] = Registry("batch norm over ranks", "--sync-bn")
-COMPILERS: Registry[Compiler] = Registry("compiler of blocks", "--compile")
 
 
 def register_model(spec: ModelSpec) -> None:
