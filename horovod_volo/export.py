@@ -148,9 +148,9 @@ def _write_onnx(
     properties = {"classes": trained.class_names, "mean": trained.mean, "std": trained.std}
     how: dict[str, Any] = {"image_side": side, "batch": batch, "opset": options.opset, "sides": sides}
     write_onnx(network, file, outputs=outputs, properties=properties, **how)
-    batches = [batch] if batch else [1, 3]
-    others = [(batch or 2, *size) for size in _OTHER_SIZES] if sides == "dynamic" else []
-    difference = onnx_difference(network, file, image_side=side, batches=batches, others=others)
+    batches = [(images, side, side) for images in ([batch] if batch else [1, 3])]
+    batches += [(batch or 2, *size) for size in _OTHER_SIZES] if sides == "dynamic" else []
+    difference = onnx_difference(network, file, batches)
     if difference is None:
         print(f"onnxruntime is not installed: {ONNX} was not compared with the network.")
     else:

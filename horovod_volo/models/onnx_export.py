@@ -96,17 +96,10 @@ def _cannot_write(network: nn.Module, reason: str, image_side: int, batch: int, 
     return UserError(f"torch cannot write {type(network).__name__} as ONNX ({reason}). {advice}")
 
 
-def onnx_difference(
-    network: nn.Module,
-    file: Path,
-    *,
-    image_side: int,
-    batches: Iterable[int],
-    others: Sequence[tuple[int, int, int]] = (),
-) -> float | None:
+def onnx_difference(network: nn.Module, file: Path, batches: Iterable[tuple[int, int, int]]) -> float | None:
     """Return the largest difference from onnxruntime's outputs; None if that is not installed.
 
-    `others` are more batches, each with its number of images, their height and their width.
+    Of each batch, `batches` has the number of images, their height and their width.
     """
     if find_spec("onnxruntime") is None:
         return None
@@ -116,7 +109,7 @@ def onnx_difference(
     options.log_severity_level = 3  # errors
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     differences = []
-    for shape in (*((batch, image_side, image_side) for batch in batches), *others):
+    for shape in batches:
         images = fixed_images(*shape)
         with torch.inference_mode():
             expected = network(images)

@@ -101,12 +101,12 @@ def test_onnx_gives_the_same_logits_for_any_batch(name: str, side: int, tmp_path
     network = perturbed(small_lvvit()).eval().requires_grad_(False) if name == "lvvit" else built(name, side)
     file = tmp_path / "model.onnx"
     write_onnx(network, file, image_side=side, batch=0, opset=18)
-    difference = onnx_difference(network, file, image_side=side, batches=(1, 3))
+    difference = onnx_difference(network, file, [(1, side, side), (3, side, side)])
     print(f"{name}: {difference:.1e}, {dict(operations(file))}")
     assert difference <= 1e-4
     assert not REFUSED & set(operations(file))
     other = perturbed(network)  # in target; the comparison must detect it
-    assert onnx_difference(other, file, image_side=side, batches=(1,)) > 1e-3
+    assert onnx_difference(other, file, [(1, side, side)]) > 1e-3
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
@@ -118,7 +118,7 @@ def test_a_fixed_batch_and_a_newer_opset(tmp_path: Path) -> None:
     runtime, onnx = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
     file, network = tmp_path / "model.onnx", tiny()
     write_onnx(network, file, image_side=8, batch=4, opset=21)
-    assert onnx_difference(network, file, image_side=8, batches=[4]) <= 1e-5
+    assert onnx_difference(network, file, [(4, 8, 8)]) <= 1e-5
     assert onnx.load(file).opset_import[0].version == 21
     assert runtime.InferenceSession(file).get_inputs()[0].shape == [4, 3, 8, 8]
 
