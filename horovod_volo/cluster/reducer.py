@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket, build_gradient_buckets
 from horovod_volo.cluster.collectives import Wait
-from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCompression, ReduceAsync
+from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCompression, ReduceAsync, on_cpu
 from horovod_volo.cluster.step_statistics import StepStatistics
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
@@ -151,7 +151,7 @@ class BucketReduction:
         self._micro_batches = micro_batches
         self._wait: Wait | None = None
         self._gradients_per_step = self._missing = micro_batches * len(bucket.parameters)
-        self._copies_at_once = not _on_cpu(bucket.gradients)
+        self._copies_at_once = not on_cpu(bucket.gradients)
         # For each parameter its views of the compression buffer and of the bucket's gradients.
         self._views: dict[Tensor, tuple[Tensor, Tensor]] = {
             parameter: (bucket.view(compression.buffer, name), bucket.view(bucket.gradients, name))
@@ -232,10 +232,6 @@ def moving_buffers(model: nn.Module) -> list[Tensor]:
         for buffer in module.buffers(recurse=False)
         if buffer.is_floating_point()
     ]
-
-
-def _on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 # How gradients are exchanged, by name.

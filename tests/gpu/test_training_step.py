@@ -100,7 +100,7 @@ def test_the_next_batch_is_prepared_before_the_exchange_ends(open_context: OpenC
 def test_fp16_compression_does_not_synchronise(device, micro_batches, monkeypatch):
     """The scale factors of the next step are computed from this step's maxima on the device."""
     # CPU tensors have another code path; this forces that of the GPU on a CPU, too.
-    monkeypatch.setattr("horovod_volo.cluster.compression._on_cpu", lambda _: False)
+    monkeypatch.setattr("horovod_volo.cluster.compression.on_cpu", lambda _: False)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
     world = World(size=2, collectives=Collectives())  # its sums over ranks are the values of one rank
     settings = Exchange(compression="fp16", bucket_mib=0.01)

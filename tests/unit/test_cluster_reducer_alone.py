@@ -29,7 +29,7 @@ from horovod_volo.config.update_settings import Exchange
 def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy gradients into the buckets as on a CPU, and as on a GPU."""
     if request.param == "at once":
-        monkeypatch.setattr("horovod_volo.cluster.reducer._on_cpu", lambda _: False)
+        monkeypatch.setattr("horovod_volo.cluster.reducer.on_cpu", lambda _: False)
 
 
 class SmallNetwork(nn.Module):
