@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.reading import read_image
+from horovod_volo.dense.scene_list import file_content
 
 _THINNEST = 0.1  # pixels; thinner boxes are not learned
 _MOST_CLASSES = 2**15 - 1
@@ -100,10 +101,7 @@ class BoxList:
         return str(self.files.images / self.name(index))
 
     def read(self, index: int) -> NDArray[np.uint8]:
-        try:
-            return np.frombuffer((self.files.images / self.name(index)).read_bytes(), dtype=np.uint8)
-        except OSError as error:
-            raise BadSampleError(f"{self.location(index)} cannot be read: {error.strerror}") from error
+        return np.frombuffer(file_content(self.location(index)), dtype=np.uint8)
 
     def size(self, index: int) -> tuple[int, int]:
         """Return the annotated height and width of an image."""

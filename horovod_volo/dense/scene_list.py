@@ -81,7 +81,7 @@ class SceneList:
         return str(self._image(index))
 
     def read(self, index: int) -> NDArray[np.uint8]:
-        return np.frombuffer(_content(self._image(index)), dtype=np.uint8)
+        return np.frombuffer(file_content(self._image(index)), dtype=np.uint8)
 
     def read_mask(self, index: int, size: tuple[int, int]) -> Mask:
         """Return the mask of an image of this height and width; raise BadSampleError if it is damaged."""
@@ -113,7 +113,7 @@ class SceneList:
 
     def encoded_mask(self, index: int) -> bytes:
         """Return a mask's file; raise BadSampleError if it cannot be read."""
-        return _content(self.mask_path(index))
+        return file_content(self.mask_path(index))
 
     def close(self) -> None:
         """Close the files that are kept open; of images and masks in folders there are none."""
@@ -189,9 +189,10 @@ def read_classes(root: Path) -> tuple[str, ...]:
     return names
 
 
-def _content(path: Path) -> bytes:
+def file_content(path: str | Path) -> bytes:
+    """Return a file's bytes; raise BadSampleError if it cannot be read."""
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise BadSampleError(f"{path} cannot be read: {error.strerror}") from error
 
