@@ -26,6 +26,7 @@ from horovod_volo.config.schema import Config, all_settings
 from horovod_volo.config.validation import check
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
+from horovod_volo.monitor.logger import EVALUATION, METRICS, kind_of, read_metrics
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -201,8 +202,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_result(folder: Path, finished: bool, step: int) -> TrainResult:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [record for record in records if "lr" not in record]
+    evaluations = [each for each in read_metrics(folder / METRICS) if kind_of(each) == EVALUATION]
     best = folder / "checkpoints" / "best" / "evaluation.json"
     return TrainResult(
         finished=finished,

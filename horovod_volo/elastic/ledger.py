@@ -26,7 +26,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.sampler import epoch_order
 from horovod_volo.engine.callbacks import STANDARD, Callback
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.monitor.logger import AppendedFile
+from horovod_volo.monitor.logger import AppendedFile, parsed_line
 
 LEDGER = "ledger.jsonl"
 _WRITES_KEPT = 2
@@ -147,21 +147,14 @@ def _drop_damaged_end(path: Path, may_write: MayWrite) -> None:
     """Drop what follows the first damaged line since the last start: a power cut may leave gaps there."""
     lines = path.read_bytes().splitlines(keepends=True)
     start = max((number for number, line in enumerate(lines) if b'"hosts"' in line), default=0)
-    intact = takewhile(lambda line: line.endswith(b"\n") and _parsed(line), lines[start:])
+    intact = takewhile(lambda line: line.endswith(b"\n") and parsed_line(line), lines[start:])
     with atomic_write(path, may_write) as file:  # a new file, as AppendedFile.renew has it
         file.writelines(chain(lines[:start], intact))
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a ledger, without those that a killed process wrote in part."""
-    return [record for line in path.read_bytes().split(b"\n") if (record := _parsed(line))]
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError):
-        record = json.loads(line)
-        return record if isinstance(record, dict) else None
-    return None
+    return [record for line in path.read_bytes().split(b"\n") if (record := parsed_line(line))]
 
 
 def check_ledger(run: Path) -> str:

@@ -8,6 +8,7 @@ file could not be written. After a resume, no record later than the resumed step
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,11 +142,14 @@ def last_values(path: Path) -> MetricsRecord:
     return found
 
 
-def _parsed(line: bytes) -> MetricsRecord | None:
+def parsed_line(line: bytes) -> MetricsRecord | None:
     """Return a line's record; None for a line that was written in part, or damaged."""
-    try:
-        record: Any = json.loads(line)
-        float(record["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
-    return record if isinstance(record, dict) else None
+    with suppress(ValueError):
+        record = json.loads(line)
+        return record if isinstance(record, dict) else None
+    return None
+
+
+def _parsed(line: bytes) -> MetricsRecord | None:
+    record = parsed_line(line)
+    return record if record and isinstance(record.get("step"), int | float) else None
