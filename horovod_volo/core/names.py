@@ -36,7 +36,6 @@ EXTRAS: dict[str, dict[str, str]] = {
     "operator of CPUs": {"outlook attention": "horovod_volo.kernels.outlook_gather"},
     "model": dict.fromkeys(("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"), "horovod_volo.models.lvvit"),
     "batch norm over ranks": {"all": "horovod_volo.models.sync_batch_norm"},
-    "loss": {"bce": "horovod_volo.objective.binary_cross_entropy"},
     "optimizer": {
         "muon": "horovod_volo.optim.muon",
         "lamb": "horovod_volo.optim.trust_ratio",

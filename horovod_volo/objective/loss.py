@@ -1,10 +1,10 @@
 """Losses by name. Given class logits, token logits, labels and the mix of a micro-batch, a loss returns its
 terms and their weighted sum, the scalar from which backward starts.
 
-The built-in losses are the cross-entropy here, and the binary cross-entropy (binary_cross_entropy.py), with
-soft targets of the class and of the tokens. The model swaps tokens back before the token head, so token
-targets need no mixing. The class token has seen both images, so its target is mixed. Invariant: what depends
-on the settings is decided once, in `build_loss`.
+The built-in losses are the cross-entropy and the binary cross-entropy (BCE), with soft targets of the class
+and of the tokens. The model swaps tokens back before the token head, so token targets need no mixing. The
+class token has seen both images, so its target is mixed. Invariant: what depends on the settings is decided
+once, in `build_loss`.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.batch import Labels
@@ -88,7 +89,34 @@ def soft_target_loss(
     return SoftTargetLoss(targets, settings.cls_weight, settings.dense_weight, row_loss)
 
 
+def binary_cross_entropy(
+    logits: Tensor,
+    target: SoftTarget,
+    threshold: float = 0.0,
+    *,
+    overwrite: bool = False,  # noqa: ARG001
+) -> Tensor:
+    """Return the BCE of each row, (rows,) fp32, whatever the logits' dtype; logits are never overwritten.
+
+    It is the mean over classes, as in timm and PyTorch. With a threshold above 0 the target of a class is 1
+    if it is above it, and otherwise 0. Targets are made dense: a rounded target, and the gradient, have a
+    number for each class anyway.
+    """
+    logits = logits.float()
+    dense = target.uniform.unsqueeze(1).repeat(1, logits.shape[1])  # (rows, classes)
+    dense.scatter_add_(1, target.ids, target.weights)
+    if threshold:
+        dense = (dense > threshold).float()
+    return binary_cross_entropy_with_logits(logits, dense, reduction="none").mean(dim=1)
+
+
+def _bce_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
+    row_loss = partial(binary_cross_entropy, threshold=settings.bce_target_threshold)
+    return soft_target_loss(row_loss, settings, num_classes, tokens_per_side)
+
+
 register_loss("soft-target", partial(soft_target_loss, cross_entropy))
+register_loss("bce", _bce_loss)
 
 
 def _class_targets(num_classes: int, tokens_per_side: int, smoothing: float, labels: Labels) -> Targets:

@@ -11,8 +11,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports 
 from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective import soft_target
-from horovod_volo.objective.binary_cross_entropy import binary_cross_entropy
-from horovod_volo.objective.loss import check_threshold
+from horovod_volo.objective.loss import binary_cross_entropy, check_threshold
 from horovod_volo.objective.soft_target import SoftTarget, blend, cross_entropy, one_hot
 
 
