@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import build_gradient_buckets, message_bytes
-from horovod_volo.config.command_line import PREVIEWS
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import ONE_RANK, Config
@@ -180,6 +179,3 @@ def _activation_bytes(forward: Callable[[Tensor], object], model: torch.nn.Modul
     total = sum(storage.nbytes() for address, storage in saved.items() if address not in of_parameters)
     width = 1.0 if config.model.precision in ("fp32", "tf32") else 0.5
     return width * total / batch
-
-
-PREVIEWS.register("dry run", dry_run)

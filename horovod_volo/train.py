@@ -11,13 +11,14 @@ explains, as a mistake in settings or data; 1 any other failure.
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.launcher import resolve_ranks, start_ranks
 from horovod_volo.cluster.stop_signals import exit_at_once
-from horovod_volo.config.command_line import PREVIEWS, Request, parse
+from horovod_volo.config.command_line import Request, parse
 from horovod_volo.config.schema import Config, by_flag
 from horovod_volo.core.errors import UserError, refuse_mistakes
 
@@ -46,7 +47,8 @@ def _print_dry_run(request: Request) -> int:
     """Print the dry run on rank 0. Horovod is not started, so no rank waits for another."""
     launch = read_launch_env()
     if launch.rank == 0:
-        print(PREVIEWS.find("dry run")(request.config, resolve_ranks(request.ranks) or launch.size))
+        preview = import_module("horovod_volo.dry_run").dry_run  # a run does not import it
+        print(preview(request.config, resolve_ranks(request.ranks) or launch.size))
     return DONE
 
 

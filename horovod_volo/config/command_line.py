@@ -4,7 +4,7 @@ Without a recipe, the defaults of the model's family override the schema's, of w
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from horovod_volo.config.setting import shown
 from horovod_volo.config.update_settings import Update
 from horovod_volo.config.validation import check
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.names import Registry
 
 # Where defaults of a family, by the beginning of its names, differ from those of VOLO's published main.py,
 # which the schema follows. They apply without a recipe only; tests/published/test_defaults.py compares both,
@@ -26,10 +25,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "lvvit_": {"batch_size": 32, "warmup_epochs": 5, "dense_weight": 1.0},
     "": {"cooldown_epochs": 0},  # all others, as in timm
 }
-
-
-# (settings, ranks) -> what the run would do, as text. A run does not import it.
-PREVIEWS: Registry[Callable[[Config, int], str]] = Registry("preview of a run", "--dry-run, a")
 
 
 class Request(NamedTuple):

@@ -49,7 +49,6 @@ EXTRAS: dict[str, dict[str, str]] = {
     "profiler": {"steps": "horovod_volo.profiler.step_profiler"},
     "address": dict.fromkeys(("http", "https", "s3", "gs", "az"), "horovod_volo.remote.remote_catalog"),
     "callback of every run": {"ledger": "horovod_volo.elastic.ledger"},
-    "preview of a run": {"dry run": "horovod_volo.dry_run"},
     "way to start ranks": {"elastic": "horovod_volo.elastic.run"},
 }
 
