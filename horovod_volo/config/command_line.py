@@ -39,13 +39,6 @@ _USUAL = {
     *("data_dir", "recipe", "model", "img_size", "epochs", "batch_size", "global_batch", "lr", "precision"),
     *("ranks", "token_label_data", "finetune", "output", "name", "resume", "val_split"),
 }
-# What a run without a model and a recipe chooses (engine/open_settings.py), or names after the data folder.
-_CHOSEN = {
-    *("name", "model", "img_size", "precision", "batch_size", "epochs", "warmup_epochs", "cooldown_epochs"),
-    *("lr_base", "lr_base_size", "min_lr", "warmup_lr", "scale", "aa", "color_jitter", "reprob"),
-    *("token_label", "dense_weight", "mix_token", "clip_grad", "finetune", "fit_head", "freeze", "drop_path"),
-    *("train_interpolation", "log_every", "eval_batch_size", "compression"),
-}
 _EXAMPLES = """These are the usual flags; --help-all lists all, and --dry-run prints what a run would do.
 
 examples:
@@ -70,6 +63,11 @@ class _Help(argparse.Action):
         parser.exit()
 
 
+def settings_chosen() -> set[str]:
+    """Return what a run without a model and a recipe chooses (engine/open_settings.py), or names."""
+    return {"name", "fit_head", "freeze", *load_recipe("finetune_folder"), *load_recipe("demo")}
+
+
 def _show_values(parser: Parser, namespace: argparse.Namespace) -> None:
     """Replace the defaults in the help by the values of a run with this recipe and these flags."""
     given = {item.name: getattr(namespace, item.name) for item in all_settings() if item.name in namespace}
@@ -77,7 +75,7 @@ def _show_values(parser: Parser, namespace: argparse.Namespace) -> None:
         config = build_config(namespace.recipe, given)
     except UserError:  # which the help may help to correct
         config, given = build_config(namespace.recipe, {}), {}
-    chosen = _CHOSEN - config.explicit if config.chooses_model else set()
+    chosen = settings_chosen() - config.explicit if config.chooses_model else set()
     for item in all_settings():
         value = "chosen" if item.name in chosen else shown(item.value_in(config)).replace("%", "%%")
         for action in parser._actions:
