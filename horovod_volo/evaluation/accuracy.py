@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from horovod_volo.cluster.world import RankResources, World, rank_resources
+from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Run
 from horovod_volo.core.errors import UserError, escape_controls
@@ -40,7 +40,25 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     model.network.to(resources.device)
     prepare_precision(model.network, request.precision, resources.device)
     crop_pct = request.crop_pct or model.crop_pct
-    loader = _build_loader(request, catalog, model, crop_pct, resources, world)
+    loader = EvalLoader(
+        catalog,
+        # No number of damaged images ends the evaluation: the result names and counts them.
+        Data(
+            batch_size=request.batch_size,
+            image_decoder=request.image_decoder,
+            bad_samples="skip",
+            bad_samples_limit=len(catalog),
+        ),
+        image_size=model.image_side,
+        crop_pct=crop_pct,
+        crop_mode=model.crop_mode,
+        rank=world.rank,
+        size=world.size,
+        device=resources.device,
+        threads=request.workers or resources.threads,
+        normalization=Normalization(model.mean, model.std),
+        interpolation=model.interpolation,
+    )
     scores, done, own = ImageScores(resources.device), 0, len(range(world.rank, len(catalog), world.size))
     with closing(loader), torch.inference_mode(), autocast(request.precision, resources.device):
         for batch in loader:
@@ -101,35 +119,6 @@ def _number_by_name(catalog: Catalog, names: tuple[str, ...], weights: str) -> N
         )
     if catalog.classes != names:
         catalog.number_as(names)
-
-
-def _build_loader(
-    request: Namespace,
-    catalog: Catalog,
-    model: PretrainedModel,
-    crop_pct: float,
-    resources: RankResources,
-    world: World,
-) -> EvalLoader:
-    return EvalLoader(
-        catalog,
-        # No number of damaged images ends the evaluation: the result names and counts them.
-        Data(
-            batch_size=request.batch_size,
-            image_decoder=request.image_decoder,
-            bad_samples="skip",
-            bad_samples_limit=len(catalog),
-        ),
-        image_size=model.image_side,
-        crop_pct=crop_pct,
-        crop_mode=model.crop_mode,
-        rank=world.rank,
-        size=world.size,
-        device=resources.device,
-        threads=request.workers or resources.threads,
-        normalization=Normalization(model.mean, model.std),
-        interpolation=model.interpolation,
-    )
 
 
 def _record(

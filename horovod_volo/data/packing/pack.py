@@ -88,9 +88,7 @@ def _open_images(path: Path, digest: str, options: PackOptions, records: Format 
 def _read_image(catalog: Catalog, options: PackOptions, index: int) -> Sample:
     encoded = catalog.read(index).tobytes()
     try:
-        name, image = _packed_image(
-            catalog.name(index), encoded, shorter_side=options.shorter_side, quality=options.quality
-        )
+        name, image = _packed_image(catalog.name(index), encoded, options)
     except BadSampleError as error:
         raise BadSampleError(f"{catalog.location(index)} {error}") from error
     name = name.lstrip("/")  # of a class such as /m/01g317
@@ -101,19 +99,20 @@ def _read_image(catalog: Catalog, options: PackOptions, index: int) -> Sample:
     )
 
 
-def _packed_image(name: str, encoded: bytes, *, shorter_side: int, quality: int) -> tuple[str, bytes]:
+def _packed_image(name: str, encoded: bytes, options: PackOptions) -> tuple[str, bytes]:
     """Return the name and bytes to pack; raise BadSampleError if the image cannot be decoded.
 
     With `shorter_side` larger images are resized to that length of the shorter side and encoded as JPEG. All
     other images are packed unchanged.
     """
+    shorter_side = options.shorter_side
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large images and invalid metadata decode nevertheless
             with open_image(encoded) as image:
                 if shorter_side and min(image.size) > shorter_side:
                     is_jpeg = name.lower().endswith((".jpg", ".jpeg"))
-                    return name if is_jpeg else f"{name}.jpg", _shrink(image, shorter_side, quality)
+                    return name if is_jpeg else f"{name}.jpg", _shrink(image, shorter_side, options.quality)
                 width, height = (max(1, length // _DRAFT_SCALE) for length in image.size)
                 image.draft(None, (width, height))
                 image.load()
