@@ -17,7 +17,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.dense.anchors import AnchorRule, anchor_rule, is_halved
 from horovod_volo.dense.backbones import build_backbone
 from horovod_volo.models.build import our_name
-from horovod_volo.models.timm_api import create_model, is_model
+from horovod_volo.models.timm_api import LayerNorm2d, create_model, is_model
 
 HEADS = ("box_heads", "class_heads")
 
@@ -36,7 +36,9 @@ class SSD(nn.Module):
         """Several taps are of transformers, whose maps end without a norm: each gets one."""
         super().__init__()
         self.backbone, self.taps = backbone, tuple(taps)
-        self.norms = nn.ModuleList(MapNorm(width) if len(taps) > 1 else nn.Identity() for width in channels)
+        self.norms = nn.ModuleList(
+            LayerNorm2d(width, eps=1e-5) if len(taps) > 1 else nn.Identity() for width in channels
+        )
         self.extras, of_maps = nn.ModuleList(), list(channels)
         for number in range(len(channels), len(rule.sides)):
             width, outputs = (256, 512) if number < 3 else (128, 256)  # as published
@@ -76,13 +78,6 @@ class SSD(nn.Module):
     def no_weight_decay(self) -> set[str]:
         exempt = getattr(self.backbone, "no_weight_decay", set)
         return {f"backbone.{name}" for name in exempt()}
-
-
-class MapNorm(nn.LayerNorm):
-    """Layer norm of maps (batch, channels, height, width), at each position over its channels."""
-
-    def forward(self, maps: Tensor) -> Tensor:
-        return super().forward(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class ResNetTrunk(nn.Module):

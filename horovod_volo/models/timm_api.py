@@ -25,13 +25,13 @@ except RuntimeError:  # "operator torchvision::nms does not exist"
 import huggingface_hub as hub
 from timm import create_model, get_pretrained_cfg, is_model, list_models
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc
+from timm.layers import LayerNorm2d, resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 from timm.models import group_parameters
 from timm.models.volo import VOLO
 
 # Imported from here by other modules.
-__all__ = ["IMAGENET_DEFAULT_MEAN", "IMAGENET_DEFAULT_STD", "VOLO", "create_model", "get_pretrained_cfg"]
-__all__ += ["group_parameters", "is_model", "list_models"]
+__all__ = ["IMAGENET_DEFAULT_MEAN", "IMAGENET_DEFAULT_STD", "VOLO", "LayerNorm2d", "create_model"]
+__all__ += ["get_pretrained_cfg", "group_parameters", "is_model", "list_models"]
 __all__ += ["resample_abs_pos_embed", "resample_abs_pos_embed_nhwc"]
 
 
