@@ -207,21 +207,13 @@ def end_of_exchange(
     return free
 
 
-def ring_seconds(size: float, ranks: int, fabric: Fabric) -> float:
-    """Return the time of a ring all-reduce: 2(N-1) hops, of which 2(H-1) are between hosts."""
-    between = fabric.hosts(ranks) - 1
-    hops = 2 * ((ranks - 1 - between) * fabric.ring_hop_inside + between * fabric.ring_hop_between)
-    return fabric.start + hops + fabric.bytes_seconds(size, ranks)
-
-
-def tree_seconds(size: float, ranks: int, fabric: Fabric) -> float:
-    """Return the time of a tree all-reduce: up and down a chain in each host and a tree of hosts."""
-    chain = min(ranks, fabric.ranks_per_host) - 1
-    levels = math.ceil(math.log2(fabric.hosts(ranks)))
-    hops = 2 * (chain * fabric.tree_hop_inside + levels * fabric.tree_hop_between)
-    return fabric.start + hops + fabric.bytes_seconds(size, ranks)
-
-
 def all_reduce_seconds(size: float, ranks: int, fabric: Fabric) -> float:
-    """Return the time of the faster algorithm: NCCL chooses it for each size."""
-    return min(ring_seconds(size, ranks, fabric), tree_seconds(size, ranks, fabric))
+    """Return the time of the faster of two algorithms, between which NCCL chooses for each size.
+
+    A ring has 2(N-1) hops, of which 2(H-1) are between hosts; a tree goes up and down a chain in each host
+    and a tree of hosts.
+    """
+    hosts, chain = fabric.hosts(ranks), min(ranks, fabric.ranks_per_host) - 1
+    ring = (ranks - hosts) * fabric.ring_hop_inside + (hosts - 1) * fabric.ring_hop_between
+    tree = chain * fabric.tree_hop_inside + math.ceil(math.log2(hosts)) * fabric.tree_hop_between
+    return fabric.start + 2 * min(ring, tree) + fabric.bytes_seconds(size, ranks)

@@ -19,12 +19,11 @@ from horovod_volo.bench.simulate import (
     Fabric,
     GradientTimes,
     Message,
+    all_reduce_seconds,
     end_of_exchange,
     expected_largest,
     measured_gradient_times,
     predicted_step,
-    ring_seconds,
-    tree_seconds,
 )
 from horovod_volo.core.errors import UserError
 
@@ -94,6 +93,14 @@ def test_the_table_shows_the_newest_of_each_name() -> None:
 # Four ranks a host; a thousand bytes a second between hosts, four thousand inside, hops of 1 and 10 ms.
 LAN = Fabric("lan", 4000.0, 1000.0, 4, 0.5, 0.001, 0.01, 0.002, 0.02)
 WORKLOAD = GradientTimes(3_000_000, (Message(0.8, 5_000_000.0), Message(1.0, 1_000_000.0)))
+
+
+def ring_seconds(size: float, ranks: int, fabric: Fabric) -> float:
+    return all_reduce_seconds(size, ranks, fabric._replace(tree_hop_inside=1.0, tree_hop_between=1.0))
+
+
+def tree_seconds(size: float, ranks: int, fabric: Fabric) -> float:
+    return all_reduce_seconds(size, ranks, fabric._replace(ring_hop_inside=1.0, ring_hop_between=1.0))
 
 
 def test_a_ring_and_a_tree_counted_by_hand() -> None:
