@@ -35,6 +35,11 @@ class Normalization(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    def levels(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and standard deviation (3, 1, 1) of levels 0 to 255."""
+        mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in self)
+        return mean, std
+
 
 IMAGENET_NORMALIZATION = Normalization(IMAGENET_MEAN, IMAGENET_STD)
 

@@ -99,7 +99,7 @@ def build_eval_pipeline(
     interpolation: str,
     **_: Any,
 ) -> PillowPipeline:
-    mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
+    mean, std = normalization.levels(device)
 
     def decode(encoded: NDArray[np.uint8], size: NDArray[Any], corner: NDArray[Any]) -> Tensor:
         image = cropped(decoded_rgb(encoded.data), size, corner, image_size, interpolation)

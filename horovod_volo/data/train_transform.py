@@ -59,8 +59,7 @@ class TrainTransform:
         self._resized = resized
         self._threads = threads
         self._eraser = Eraser(seed, settings, image_size, device)
-        self._mean = 255 * torch.tensor(normalization.mean, device=device).view(3, 1, 1)
-        self._std = 255 * torch.tensor(normalization.std, device=device).view(3, 1, 1)
+        self._mean, self._std = normalization.levels(device)
 
     def __call__(self, pending: PendingTrainBatch, decoded: Any) -> Tensor:
         """Return images (batch, 3, image_size, image_size) float32, normalised."""

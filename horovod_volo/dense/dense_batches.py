@@ -82,7 +82,7 @@ class DenseBatches(OrderedBatches[PendingDenseBatch, DenseBatch]):
         """`settings` are those of the task, `side` that of the images in a batch."""
         super().__init__(images, data, order, context.device, context.threads)
         self._plan_settings, self._side = settings, side
-        self._mean, self._std = levels(context.normalization, context.device)
+        self._mean, self._std = context.normalization.levels(context.device)
 
     @abstractmethod
     def _prepare(self, epoch: int, sample: int) -> tuple[int, NDArray[np.uint8], Any, Any]:
@@ -109,9 +109,3 @@ class DenseBatches(OrderedBatches[PendingDenseBatch, DenseBatch]):
     def _batch(self, pending: PendingDenseBatch, images: Tensor) -> DenseBatch:
         targets = tuple(copy_async(each, self._device) for each in pending.targets)
         return DenseBatch(images, targets, pending.indices, pending.drawn)
-
-
-def levels(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation (3, 1, 1) of levels 0 to 255."""
-    mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
-    return mean, std

@@ -24,7 +24,7 @@ from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.reading import decode_rgb
-from horovod_volo.dense.dense_batches import RankContext, levels
+from horovod_volo.dense.dense_batches import RankContext
 from horovod_volo.dense.pictures import EvaluationPictures, write_prediction
 from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import keep_ratio
@@ -82,7 +82,7 @@ class SceneEvaluation(Evaluation):
     ) -> None:
         self._context, self._scenes, self._settings, self._window = context, scenes, settings, window
         self._batch = data.eval_batch_size or data.batch_size  # windows that are predicted together
-        self._mean, self._std = levels(context.normalization, context.device)
+        self._mean, self._std = context.normalization.levels(context.device)
         self._loader = SceneEvalLoader(scenes, data, context)
         self.bad_samples, self.folder = self._loader.bad_samples, scenes.root
 
