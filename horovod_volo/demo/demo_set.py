@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
@@ -128,15 +129,10 @@ def token_label(coverage: Floats, target: int, random: np.random.Generator) -> N
 
 
 def run_command(
-    make: Callable[..., None],
-    module: str,
-    description: str,
-    *,
-    train: int,
-    val: int,
-    arguments: Sequence[str] | None,
+    make: Callable[..., None], module: str, description: str, arguments: Sequence[str] | None
 ) -> None:
-    """Run the command line of a module that makes a set, with these numbers of images as defaults."""
+    """Run the command line of a module that makes a set; the numbers of images have its defaults."""
+    train, val = (signature(make).parameters[split].default for split in ("train", "val"))
     parser = argparse.ArgumentParser(prog=f"python -m horovod_volo.demo.{module}", description=description)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
     parser.add_argument("--train", type=int, default=train, help="training images (default: %(default)s)")
@@ -152,7 +148,7 @@ def run_command(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     description = "Make a small image classification set with token labels for first runs of the trainer."
-    run_command(make_demo_set, "demo_set", description, train=4000, val=1000, arguments=arguments)
+    run_command(make_demo_set, "demo_set", description, arguments)
 
 
 if __name__ == "__main__":

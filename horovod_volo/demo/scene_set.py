@@ -119,7 +119,7 @@ def _in_cocos_form(sizes: list[tuple[int, int]], objects: list[Objects]) -> dict
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     description = "Make a small set with masks and boxes for first runs of the trainer."
-    run_command(make_scene_set, "scene_set", description, train=1000, val=200, arguments=arguments)
+    run_command(make_scene_set, "scene_set", description, arguments)
 
 
 if __name__ == "__main__":
