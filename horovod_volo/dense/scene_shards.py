@@ -163,19 +163,18 @@ def pack_scenes(
     work = out / WORK
     make_folder(work)
     for split, scenes in splits.items():
-        provenance = {
-            "shard_images": shard_images,
-            "shard_bytes": shard_bytes,
-            _LAYOUT: scenes.layout.name,
-            "zero_is_ignored": scenes.layout.zero_is_ignored,
-            "scenes": scenes.digest,
-        }
         content = SplitContent(
             classes=tuple(scenes.classes),
             order=np.arange(len(scenes), dtype=np.uint32),
             shard_images=shard_images,
             shard_bytes=shard_bytes,
-            provenance=provenance,
+            provenance={
+                "shard_images": shard_images,
+                "shard_bytes": shard_bytes,
+                _LAYOUT: scenes.layout.name,
+                "zero_is_ignored": scenes.layout.zero_is_ignored,
+                "scenes": scenes.digest,
+            },
             open=partial(partial, _read_scene, scenes),
         )
         pack_split(content, out, split, workers=workers, progress=progress(split))

@@ -74,7 +74,7 @@ def draw_crops(
 ) -> CropFlip:
     """Draw flips and crop boxes; `sizes` (batch, 2) are the images' stored heights and widths."""
     draws = uniforms_of_samples(2 * ATTEMPTS + 5, Purpose.CROP_FLIP, seed, epoch, indices)  # (batch, draws)
-    shapes = _crop_shapes(draws[:, :ATTEMPTS], draws[:, ATTEMPTS : 2 * ATTEMPTS], sizes, settings)
+    shapes = _crop_shapes(draws, sizes, settings)
     fits = shapes[:, 0] > 0
     shapes = np.where(fits[:, None], shapes, _widest_shapes(sizes, settings.ratio))
     margin = sizes - shapes
@@ -87,13 +87,9 @@ def draw_crops(
     )
 
 
-def _crop_shapes(
-    area_draws: NDArray[np.float64],
-    aspect_draws: NDArray[np.float64],
-    sizes: NDArray[np.int64],
-    settings: Data,
-) -> NDArray[np.int64]:
+def _crop_shapes(draws: NDArray[np.float64], sizes: NDArray[np.int64], settings: Data) -> NDArray[np.int64]:
     """Return the first drawn height and width that fits each image, (0, 0) where none does."""
+    area_draws, aspect_draws = draws[:, :ATTEMPTS], draws[:, ATTEMPTS : 2 * ATTEMPTS]
     low, high = settings.scale
     areas = (low + (high - low) * area_draws) * sizes.prod(axis=1)[:, None]  # (batch, attempts)
     log_low, log_high = np.log(settings.ratio)

@@ -147,7 +147,7 @@ def pack_split(
         for number, start in enumerate(range(0, images, per_shard))
     ]
     shards = _pack_shards(tasks, workers, lambda done: progress(done, images))
-    _publish(folder, out / split, shards, content.classes, provenance)
+    _publish(folder, out / split, shards, content)
     return [image for shard in shards for image in shard.left_out]
 
 
@@ -243,23 +243,17 @@ def _estimate(content: SplitContent) -> int:
     return max(1, content.shard_bytes * len(sizes) // max(1, sum(sizes)))
 
 
-def _publish(
-    folder: Path,
-    destination: Path,
-    shards: list[PackedShard],
-    classes: tuple[str, ...],
-    provenance: dict[str, Any],
-) -> None:
+def _publish(folder: Path, destination: Path, shards: list[PackedShard], content: SplitContent) -> None:
     remove_partials(folder)
-    names = "".join(f"{name}\n" for name in classes).encode()
+    names = "".join(f"{name}\n" for name in content.classes).encode()
     with atomic_write(folder / CLASSES_FILE) as file:
         file.write(names)
     manifest = Manifest(
         images=sum(shard.images for shard in shards),
         bytes=sum(shard.bytes for shard in shards),
-        classes=len(classes),
+        classes=len(content.classes),
         classes_sha256=hashlib.sha256(names).hexdigest(),
-        asked=provenance,
+        asked=content.provenance,
         shards=tuple(shards),
     )
     manifest.write(folder)
