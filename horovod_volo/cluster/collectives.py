@@ -98,20 +98,18 @@ class HorovodCollectives(Collectives):
         self._hvd = hvd
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float = 1.0) -> WaitForResult:
-        hvd = self._hvd
-        with self._lost_rank_as_error():
-            handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, postscale_factor=scale)
-        return lambda: self._synchronize(handle)
+        options = {"op": self._hvd.Sum, "postscale_factor": scale}
+        return self._start(self._hvd.allreduce_async_, tensor, name=name, **options)
 
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:
-        hvd = self._hvd
-        with self._lost_rank_as_error():
-            handle = hvd.reducescatter_async(tensor, name=name, op=hvd.Sum)
-        return lambda: self._synchronize(handle)
+        return self._start(self._hvd.reducescatter_async, tensor, name=name, op=self._hvd.Sum)
 
     def allgather_async(self, part: Tensor, name: str) -> WaitForResult:
+        return self._start(self._hvd.allgather_async, part, name=name)
+
+    def _start(self, operation: Callable[..., int], tensor: Tensor, **options: Any) -> WaitForResult:
         with self._lost_rank_as_error():
-            handle = self._hvd.allgather_async(part, name=name)
+            handle = operation(tensor, **options)
         return lambda: self._synchronize(handle)
 
     def _synchronize(self, handle: int) -> Tensor:
@@ -133,12 +131,11 @@ class HorovodCollectives(Collectives):
     def broadcast_async(self, tensor: Tensor, name: str, root: int = 0) -> Wait:
         # Horovod needs contiguous memory and supports neither bool nor bf16: broadcast the bytes.
         contiguous = tensor.detach().contiguous()
-        with self._lost_rank_as_error():
-            content = contiguous.view(-1).view(torch.uint8)
-            handle = self._hvd.broadcast_async_(content, root_rank=root, name=name)
+        content = contiguous.view(-1).view(torch.uint8)
+        wait_for_content = self._start(self._hvd.broadcast_async_, content, root_rank=root, name=name)
 
         def wait() -> None:
-            self._synchronize(handle)
+            wait_for_content()
             tensor.detach().copy_(contiguous)
 
         return wait
