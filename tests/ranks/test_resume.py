@@ -77,11 +77,10 @@ def test_where_a_resumed_checkpoint_lies_is_decided_on_rank_zero(images, tmp_pat
 
 
 def test_a_run_that_is_stopped_three_times_is_bit_identical(images, tmp_path):
-    """Within an epoch, at its end, and in the next one; pictures change nothing, and images grow."""
+    """Within an epoch, at its end, and in the next one; pictures change nothing."""
     uninterrupted, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
-    grow = ("--first-size", "16", "--full-size-after", "0.6")
-    start(images, uninterrupted, *grow)
-    shown = (*AUTO, "--images-every", "1", *grow)
+    start(images, uninterrupted)
+    shown = (*AUTO, "--images-every", "1")
     stops = [3, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2]
     for stop, start_with in zip(stops, ("mpi", "gloo", "mpi"), strict=True):
         start(images, stopped, *shown, stop_at=stop, start_with=start_with)

@@ -25,6 +25,7 @@ from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run import setup
 from horovod_volo.models.pretrained import load_pretrained
+from horovod_volo.monitor.logger import METRICS
 
 Start = Callable[..., tuple[TrainContext, list[str]]]
 
@@ -113,6 +114,28 @@ def test_mean_std_and_crop_travel_with_the_weights(start: Start, tmp_path: Path)
     assert any("trained with --mean 0.5 0.4 0.3" in text for text in warnings), warnings
 
 
+def goes_on_as_a_whole_run(start: Start, **settings: Any) -> TrainContext:
+    """Resume a stopped run, and assert that it ends with the state of one that is not stopped."""
+    context, _ = start(resume="auto", **settings)
+    assert loop.fit(context)
+    whole, _ = start(name="whole", **settings)
+    assert loop.fit(whole)
+    states = (each.state.replicated_tensors() for each in (context, whole))
+    assert all(torch.equal(*both) for both in zip(*states, strict=True))
+    return context
+
+
+def test_images_grow_from_where_they_were(start: Start) -> None:
+    """Of the three steps, two have smaller images."""
+    growing = {"first_size": 16, "full_size_after": 0.5, "mix_token": True, "token_label": True}
+    context, _ = start(**growing, stop_at_step=1)
+    assert not loop.fit(context)
+    assert context.learner.side(1) == 16
+    assert "model_tflops" not in (context.folder / METRICS).read_text()
+    assert goes_on_as_a_whole_run(start, **growing).learner.side(3) == 32
+    assert "model_tflops" in (context.folder / METRICS).read_text()
+
+
 @pytest.mark.parametrize("plan", [{"balance": 1.0}, {"aug_repeats": 3}], ids=str)
 def test_a_run_that_draws_images_again_resumes_its_plan(start: Start, plan: dict[str, Any]) -> None:
     context, warnings = start(**plan, stop_at_step=2)
@@ -124,12 +147,7 @@ def test_a_run_that_draws_images_again_resumes_its_plan(start: Start, plan: dict
     ((name, value),) = plan.items()
     with pytest.raises(AllRanksError, match=rf"has {name} {value}, this run has 0"):
         start(resume="auto")
-    context, _ = start(resume="auto", **plan)
-    assert loop.fit(context)
-    whole, _ = start(name="whole", **plan)
-    assert loop.fit(whole)
-    states = (each.state.replicated_tensors() for each in (context, whole))
-    assert all(torch.equal(*both) for both in zip(*states, strict=True))
+    context = goes_on_as_a_whole_run(start, **plan)
     with pytest.raises(UserError, match="with --balance or --aug-repeats, images are drawn several times"):
         check_ledger(context.folder)
 
