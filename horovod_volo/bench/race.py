@@ -40,7 +40,7 @@ def measure(
     *,
     target: Annotated[float, Flag("top-1 to reach, in percent")] = 60.0,
     seeds: Annotated[Sequence[int], Flag("seeds, one run of each side for each")] = (1, 2, 3, 4, 5),
-    ours: Annotated[str, Flag("flags of our side")] = "--recipe fast_small",
+    ours: Annotated[str, Flag("flags of our side")] = "--from-scratch",
     ranks: Annotated[int, Flag("ranks of our side")] = 1,
     theirs: Annotated[str, Flag("flags of timm's side")] = "",
     timm: Annotated[str, Flag("checkout of timm, whose train.py runs; empty: our side alone")] = "",
@@ -132,21 +132,20 @@ def described(curve: Curve, target: float) -> str:
 
 
 def figures_of(found: dict[str, list[Curve]], target: float) -> list[Figure]:
-    """Return the times of both sides, their ratio, and both accuracies when timm's run ends."""
-    times = {side: np.array([seconds_to(each, target) for each in curves]) for side, curves in found.items()}
-    if missed := [side for side, seconds in times.items() if np.isinf(seconds).any()]:
-        raise UserError(f"Not each run reached {target:g} % ({', '.join(missed)}): see the lines above.")
-    figures = [Figure.of(f"{side}: to {target:g} %", each, "s") for side, each in times.items() if len(each)]
-    figures += [
-        Figure.of(f"{side}: best top-1", [best_until(each, float("inf")) for each in curves], "%")
-        for side, curves in found.items() if curves
-    ]  # fmt: skip
-    if not found["timm"]:
-        return figures
-    ends = [curve[-1].seconds for curve in found["timm"]]
-    at_equal_time = [best_until(*each) for each in zip(found["ours"], ends, strict=True)]
-    return [
-        *figures,
-        Figure.of("ours, when timm's run ends", at_equal_time, "%"),
-        Figure.of("sooner than timm", times["timm"] / times["ours"], "x"),
-    ]
+    """Return each side's runs that reached the target, its time and its accuracy, and what both give."""
+    figures, times = list[Figure](), dict[str, list[float]]()
+    for side, curves in found.items():
+        times[side] = [seconds for each in curves if (seconds := seconds_to(each, target)) < float("inf")]
+        best = [best_until(each, float("inf")) for each in curves]
+        if curves:
+            figures.append(Figure(f"{side}: runs to {target:g} %", len(times[side]), f"of {len(curves)}"))
+            figures.append(Figure.of(f"{side}: best top-1", best, "%"))
+        if curves and len(times[side]) == len(curves):
+            figures.append(Figure.of(f"{side}: to {target:g} %", times[side], "s"))
+    if found["timm"]:
+        ends = [curve[-1].seconds for curve in found["timm"]]
+        at_equal_time = [best_until(*each) for each in zip(found["ours"], ends, strict=True)]
+        figures.append(Figure.of("ours, when timm's run ends", at_equal_time, "%"))
+        if len(times["ours"]) == len(times["timm"]) == len(ends):
+            figures.append(Figure.of("sooner than timm", np.divide(times["timm"], times["ours"]), "x"))
+    return figures
