@@ -27,12 +27,12 @@ _POLL_SECONDS = 0.1
 _LAST_LINES = 15  # of the output of a run that fails
 
 
-class Evaluation(NamedTuple):
+class TimedScore(NamedTuple):
     seconds: float  # since the command
     top1: float
 
 
-Curve = list[Evaluation]
+Curve = list[TimedScore]
 
 
 def measure(
@@ -102,7 +102,7 @@ def watched(command: Sequence[str], scores: Callable[[], list[float]], output: P
         try:
             while True:
                 has_ended, seconds = process.poll() is not None, monotonic() - began
-                curve += [Evaluation(seconds, top1) for top1 in scores()[len(curve) :]]
+                curve += [TimedScore(seconds, top1) for top1 in scores()[len(curve) :]]
                 if has_ended:
                     break
                 sleep(_POLL_SECONDS)

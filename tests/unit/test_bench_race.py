@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.bench.race import Evaluation, figures_of, measure, timm_scores
+from horovod_volo.bench.race import TimedScore, figures_of, measure, timm_scores
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 
-OURS = [[Evaluation(10, 50), Evaluation(20, 61), Evaluation(90, 70)], [Evaluation(40, 60)]]
-TIMM = [[Evaluation(10, 40), Evaluation(50, 62)], [Evaluation(20, 50), Evaluation(80, 64)]]
+OURS = [[TimedScore(10, 50), TimedScore(20, 61), TimedScore(90, 70)], [TimedScore(40, 60)]]
+TIMM = [[TimedScore(10, 40), TimedScore(50, 62)], [TimedScore(20, 50), TimedScore(80, 64)]]
 
 
 def test_a_run_is_timed_from_its_command_to_its_evaluation(tmp_path: Path) -> None:
