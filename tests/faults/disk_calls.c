@@ -1,5 +1,5 @@
-/* Records the calls that change files, for power_cut.py. It is preloaded with DISK_ROOT, the folder whose files
- * count, and DISK_CALLS, the record. Each call is a line of six fields (call, file number, offset or size, bytes
+/* Records the calls that change files, for power_cut.py. It is preloaded with DISK_ROOT, the folder whose
+ * files count. Each call is a line of six fields in DISK_ROOT.calls (call, file number, offset or size, bytes
  * written, path, second path), followed by the bytes. A lock keeps the order of all threads and processes.
  * Calls that are missing here would show: the recorded calls must lead to the files that there are.
  */
@@ -14,146 +14,97 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 static int begin(const char *path) /* returns the record, locked, or -1 for a path outside the root */
 {
-    const char *root = getenv("DISK_ROOT"), *calls = getenv("DISK_CALLS");
+    char *root = getenv("DISK_ROOT"), calls[PATH_MAX];
     size_t size = root ? strlen(root) : 0;
-    if (!root || !calls || strncmp(path, root, size) || (path[size] && path[size] != '/'))
+    if (!root || strncmp(path, root, size) || (path[size] && path[size] != '/'))
         return -1;
+    sprintf(calls, "%s.calls", root);
     int record = syscall(SYS_openat, AT_FDCWD, calls, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
     if (record < 0 || flock(record, LOCK_EX))
         abort();
     return record;
 }
 
-static int end(int record, long done, const char *call, long file, long at, const void *data, const char *path,
-               const char *second)
+/* The call was of a descriptor, or of AT_FDCWD and the path. An offset below 0 is where the file now is. */
+static long end(int record, long done, const char *call, int fd, long at, const void *data, const char *path,
+                const char *second)
 {
-    char line[2 * PATH_MAX + 100];
     int error = errno;
-    long size = data ? done : 0;
-    struct iovec both[] = {{line, 0}, {(void *)data, size}};
-    both[0].iov_len = sprintf(line, "%s\t%ld\t%ld\t%ld\t%s\t%s\n", call, file, at, size, path, second);
-    if (record >= 0 && done >= 0 && syscall(SYS_writev, record, both, 2) < 0)
-        abort();
+    struct stat status = {0};
+    if (record >= 0 && done >= 0) {
+        long size = data ? done : 0;
+        fstatat(fd, fd < 0 ? path : "", &status, AT_EMPTY_PATH | AT_SYMLINK_NOFOLLOW);
+        at = at < 0 ? lseek(fd, 0, SEEK_CUR) - size : at;
+        if (dprintf(record, "%s\t%ld\t%ld\t%ld\t%s\t%s\n", call, status.st_ino, at, size, path, second) < 0 ||
+            syscall(SYS_write, record, data, size) < size)
+            abort();
+    }
     if (record >= 0)
         syscall(SYS_close, record);
     errno = error;
     return done;
 }
 
-static char *of_descriptor(int fd, char *path)
+/* Returns the path of a descriptor, and of a name in a folder that is open. */
+static char *path_of(int fd, const char *name, char *path)
 {
     char link[64];
     sprintf(link, "/proc/self/fd/%d", fd);
-    ssize_t size = readlink(link, path, PATH_MAX - 1);
+    ssize_t size = name[0] == '/' ? 0 : readlink(link, path, PATH_MAX - 1);
     path[size < 0 ? 0 : size] = 0;
-    return path;
+    return strcat(size > 0 && name[0] ? strcat(path, "/") : path, name);
 }
 
-static char *absolute(int folder, const char *name, char *path)
-{
-    if (name[0] == '/')
-        return strcpy(path, name);
-    if (folder != AT_FDCWD)
-        of_descriptor(folder, path);
-    else if (!getcwd(path, PATH_MAX))
-        abort();
-    return strcat(strcat(path, "/"), name);
-}
+/* The body of a function on a descriptor: the fields AT and DATA, then the system call. */
+#define ON_DESCRIPTOR(CALL, AT, DATA, ...)                                                                   \
+    {                                                                                                        \
+        char path[PATH_MAX];                                                                                 \
+        int record = begin(path_of(fd, "", path));                                                           \
+        return end(record, syscall(__VA_ARGS__), CALL, fd, AT, DATA, path, "");                              \
+    }
+/* The body of a function on a path. The working folder is not under the root. */
+#define ON_PATH(CALL, PATH, SECOND, ...)                                                                     \
+    {                                                                                                        \
+        int record = begin(PATH);                                                                            \
+        return end(record, syscall(__VA_ARGS__), CALL, AT_FDCWD, 0, NULL, PATH, SECOND);                     \
+    }
 
-static long number(int fd)
-{
-    struct stat status = {0};
-    int error = errno;
-    fstat(fd, &status);
-    errno = error;
-    return status.st_ino;
-}
-
-int openat(int folder, const char *name, int flags, ...)
+int open(const char *path, int flags, ...)
 {
     va_list rest;
     va_start(rest, flags);
     mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;
     va_end(rest);
-    char path[2 * PATH_MAX];
-    int record = flags & (O_CREAT | O_TRUNC) ? begin(absolute(folder, name, path)) : -1;
-    int fd = syscall(SYS_openat, folder, name, flags, mode);
-    return end(record, fd, flags & O_TRUNC ? "new" : "open", number(fd), 0, NULL, record < 0 ? "" : path, "");
-}
-
-int open(const char *name, int flags, ...)
-{
-    va_list rest;
-    va_start(rest, flags);
-    mode_t mode = flags & O_CREAT ? va_arg(rest, mode_t) : 0;
-    va_end(rest);
-    return openat(AT_FDCWD, name, flags, mode);
-}
-
-ssize_t pwrite(int fd, const void *data, size_t size, off_t at)
-{
-    char path[PATH_MAX];
-    int record = begin(of_descriptor(fd, path));
-    ssize_t done = at < 0 ? syscall(SYS_write, fd, data, size) : syscall(SYS_pwrite64, fd, data, size, at);
-    if (record >= 0 && at < 0)
-        at = lseek(fd, 0, SEEK_CUR) - done;
-    end(record, done, "write", record < 0 ? 0 : number(fd), at, data, path, "");
-    return done;
-}
-
-static int on_descriptor(int fd, const char *call, long system_call, long size)
-{
-    char path[PATH_MAX];
-    int record = begin(of_descriptor(fd, path));
-    return end(record, syscall(system_call, fd, size), call, number(fd), size, NULL, path, "");
-}
-
-static int on_path(int folder, const char *name, const char *call, long system_call, long flags)
-{
-    char path[2 * PATH_MAX];
-    struct stat status = {0};
-    int record = begin(absolute(folder, name, path)), done = syscall(system_call, folder, name, flags);
-    if (record >= 0 && !done)
-        lstat(path, &status);
-    return end(record, done, call, status.st_ino, 0, NULL, path, "");
-}
-
-int rename(const char *old, const char *new)
-{
-    char path[2 * PATH_MAX], second[2 * PATH_MAX];
-    int record = begin(absolute(AT_FDCWD, old, path));
-    int done = syscall(SYS_renameat2, AT_FDCWD, old, AT_FDCWD, new, 0);
-    return end(record, done, "rename", 0, 0, NULL, path, absolute(AT_FDCWD, new, second));
-}
-
-int link(const char *old, const char *new)
-{
-    char path[2 * PATH_MAX], second[2 * PATH_MAX];
-    int record = begin(absolute(AT_FDCWD, old, path));
-    int done = syscall(SYS_linkat, AT_FDCWD, old, AT_FDCWD, new, 0);
-    return end(record, done, "link", 0, 0, NULL, path, absolute(AT_FDCWD, new, second));
-}
-
-int symlink(const char *target, const char *name)
-{
-    char path[2 * PATH_MAX];
-    int record = begin(absolute(AT_FDCWD, name, path)), done = syscall(SYS_symlinkat, target, AT_FDCWD, name);
-    return end(record, done, "symlink", 0, 0, NULL, path, target);
+    int record = flags & (O_CREAT | O_TRUNC) ? begin(path) : -1;
+    int fd = syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+    return end(record, fd, flags & O_TRUNC ? "new" : "open", fd, 0, NULL, path, "");
 }
 
 int open64(const char *, int, ...) __attribute__((alias("open")));
-int openat64(int, const char *, int, ...) __attribute__((alias("openat")));
+ssize_t write(int fd, const void *data, size_t size)
+    ON_DESCRIPTOR("write", -1, data, SYS_write, fd, data, size)
+ssize_t pwrite(int fd, const void *data, size_t size, off_t at)
+    ON_DESCRIPTOR("write", at, data, SYS_pwrite64, fd, data, size, at)
 ssize_t pwrite64(int, const void *, size_t, off_t) __attribute__((alias("pwrite")));
-ssize_t write(int fd, const void *data, size_t size) { return pwrite(fd, data, size, -1); }
-int fsync(int fd) { return on_descriptor(fd, "fsync", SYS_fsync, 0); }
-int ftruncate(int fd, off_t size) { return on_descriptor(fd, "truncate", SYS_ftruncate, size); }
+int fsync(int fd) ON_DESCRIPTOR("fsync", 0, NULL, SYS_fsync, fd)
+int ftruncate(int fd, off_t size) ON_DESCRIPTOR("truncate", size, NULL, SYS_ftruncate, fd, size)
 int ftruncate64(int, off_t) __attribute__((alias("ftruncate")));
-int unlinkat(int folder, const char *name, int flags) { return on_path(folder, name, "unlink", SYS_unlinkat, flags); }
+int rename(const char *old, const char *new)
+    ON_PATH("rename", old, new, SYS_renameat2, AT_FDCWD, old, AT_FDCWD, new, 0)
+int link(const char *old, const char *new)
+    ON_PATH("link", old, new, SYS_linkat, AT_FDCWD, old, AT_FDCWD, new, 0)
+int symlink(const char *target, const char *name)
+    ON_PATH("symlink", name, target, SYS_symlinkat, target, AT_FDCWD, name)
+int mkdir(const char *name, mode_t mode) ON_PATH("mkdir", name, "", SYS_mkdirat, AT_FDCWD, name, mode)
+int unlinkat(int folder, const char *name, int flags)
+{
+    char path[2 * PATH_MAX];
+    int record = begin(path_of(folder, name, path));
+    return end(record, syscall(SYS_unlinkat, folder, name, flags), "unlink", AT_FDCWD, 0, NULL, path, "");
+}
 int unlink(const char *name) { return unlinkat(AT_FDCWD, name, 0); }
 int rmdir(const char *name) { return unlinkat(AT_FDCWD, name, AT_REMOVEDIR); }
-int mkdir(const char *name, mode_t mode) { return on_path(AT_FDCWD, name, "mkdir", SYS_mkdirat, mode); }

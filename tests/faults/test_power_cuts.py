@@ -11,17 +11,16 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from horovod_volo.core.atomic_file import flush
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.packing import packed_split
@@ -36,13 +35,13 @@ from horovod_volo.monitor.logger import METRICS, AppendedFile, drop_records_afte
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.store import is_store
 from horovod_volo.train import main
-from tests.faults.power_cut import MARKS, Disk, Tree, build_tree, read_tree, record_calls, shim
-from tests.ranks.launching import environment
+from tests.faults.power_cut import MARKS, Disk, build_tree, read_tree, shim
+from tests.ranks.launching import run
 from tests.runs import FINISHED, SMALL, STOPPED, assert_same_state, records, start
 from tests.unit.shard_writers import in_this_process
 
-EVERY = ("--log-every", "1", "--eval-every", "1", "--keep-checkpoints", "2", "--resume", "auto")
-TRAINING = ("--epochs", "3", *EVERY)
+TRAINING = ("--epochs", "3", "--log-every", "1", "--eval-every", "1", "--keep-checkpoints", "2")
+TRAINING += ("--resume", "auto")
 STEPS_PER_EPOCH = 5
 
 
@@ -56,20 +55,16 @@ def publish(root: Path, what: str = "published") -> None:
 
 def packed(root: Path) -> None:
     options = PackOptions(shard_images=6)
-    pack(
-        Path(images(root)), root / "out", options, workers=1, progress=lambda split: lambda done, total: None
-    )
+    pack(Path(images(root)), root / "out", options, workers=1, progress=lambda split: lambda *_: None)
     publish(root)
 
 
 def labels(root: Path) -> None:
     catalog, random = build_catalog(images(root), "train", None), np.random.default_rng(0)
     about: Any = {"classes": 10, "map_shape": (2, 3, 3), "catalog": catalog.digest, "generated": True}
+    about |= {"shard_rows": 8, "geometry": "whole", "teacher": "a test"}
     check_new_store(root / "stores" / "one")
-    keys = catalog_keys(catalog)
-    writer = open_writer(
-        root / "stores" / "one", keys, **about, shard_rows=8, geometry="whole", teacher="a test"
-    )
+    writer = open_writer(root / "stores" / "one", catalog_keys(catalog), **about)
     for number in range(writer.shards):
         scores, ids = writer.empty_shard(number)
         scores[:], ids[:] = random.normal(size=scores.shape), random.integers(10, size=ids.shape)
@@ -94,14 +89,13 @@ def careless(root: Path) -> None:
 
 def trained(root: Path) -> None:
     """Train two epochs, find the second checkpoint damaged, and train from the first one to the end."""
-    run = [images(root), *SMALL, *TRAINING, "--output", f"{root}/runs", "--name", "run"]
-    assert main([*run, "--stop-at-step", str(2 * STEPS_PER_EPOCH)]) == STOPPED
+    flags = [images(root), *SMALL, *TRAINING, "--output", f"{root}/runs", "--name", "run"]
+    assert main([*flags, "--stop-at-step", str(2 * STEPS_PER_EPOCH)]) == STOPPED
     publish(root / "runs" / "run", "after epoch 1: what is left then")
-    with (root / "runs" / "run" / files.CHECKPOINTS / "last" / "model.safetensors").open("r+b") as file:
-        file.write(b"damaged")
-        file.flush()
-        os.fsync(file.fileno())
-    assert main(run) == FINISHED
+    weights = (root / "runs" / "run" / files.CHECKPOINTS / "last").resolve() / "model.safetensors"
+    weights.write_bytes(b"damaged")
+    flush(weights)
+    assert main(flags) == FINISHED
 
 
 WRITERS = {each.__name__: each for each in (packed, labels, listed, careless, trained)}
@@ -110,8 +104,10 @@ WRITERS = {each.__name__: each for each in (packed, labels, listed, careless, tr
 def write_all(folder: str) -> None:
     """Let each of WRITERS write into a folder of its name."""
     for name, write in WRITERS.items():
-        record_calls(Path(folder, name))
-        write(Path(folder, name))
+        root = Path(folder, name)
+        root.mkdir()
+        os.environ["DISK_ROOT"] = str(root)
+        write(root)
 
 
 @pytest.fixture(scope="module")
@@ -120,39 +116,39 @@ def written(demo_images: Callable[[int, int], Path], tmp_path_factory: pytest.Te
     (folder / "images").symlink_to(demo_images(20, 10))
     # Not with -m: the workers of a pack would import this program, and PyTorch with it.
     program = f"from tests.faults.test_power_cuts import write_all; write_all({str(folder)!r})"
-    command = [sys.executable, "-c", program]
-    subprocess.run(command, env=environment(LD_PRELOAD=str(shim(folder))), check=True, timeout=600)
+    done = run([sys.executable, "-c", program], seconds=600, LD_PRELOAD=str(shim(folder)))
+    assert done.returncode == 0, done.stdout
     return folder
 
 
-def judge_all(root: Path, judge: Callable[[Path, str], str], folder: Path, *, soak: bool, most: int) -> None:
-    """Judge the states after all cuts, or a sample of `most`; print how many had which outcome."""
-    (folder / "images").symlink_to(root.parent / "images")
-    disk = Disk(root, choices=256 if soak else 16)
-    states, outcomes = list(disk.states().items()), Counter[str]()
-    sample = states if soak or len(states) <= most else random.Random(0).sample(states, most)
-    for state, published in sample:
-        build_tree(state, folder / "state")
-        try:
-            outcomes[judge(folder / "state", published)] += 1
-        except BaseException:
-            shown = sorted(f"{path} {str(content)[:60]}" for path, content in state)
-            print(published[-200:], *shown, sep="\n")
-            raise
-        shutil.rmtree(folder / "state")
-    counts = f"{disk.enumerated} states, {len(states)} different, {len(sample)} judged"
-    print(f"{root.name}: {counts}: {dict(outcomes)}")
+@pytest.fixture
+def judge_all(written: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., None]:
+    def judge_all(name: str, judge: Callable[[Path, str, Path], str], most: int) -> None:
+        """Judge the states after all cuts, or a sample of `most`; print how many had which outcome."""
+        soak, root, outcomes = request.config.getoption("--soak"), tmp_path / "state", Counter[str]()
+        (tmp_path / "images").symlink_to(written / "images")
+        disk = Disk(written / name, choices=256 if soak else 16)
+        states = list(disk.states().items())
+        sample = states if soak or len(states) <= most else random.Random(0).sample(states, most)
+        for state, published in sample:
+            build_tree(state, root)  # one that is refused is left there
+            outcomes[judge(root, published, written / name)] += 1
+            shutil.rmtree(root)
+        counts = f"{disk.enumerated} states, {len(states)} different, {len(sample)} judged"
+        print(f"{name}: {counts}: {dict(outcomes)}")
+
+    return judge_all
 
 
-def judge_files(root: Path, published: str, write: Callable[[Path], None], expected: Tree) -> str:
-    lost, store = expected - read_tree(root), root / "stores" / "one"
+def judge_files(root: Path, published: str, finished: Path) -> str:
+    write, expected, store = WRITERS[finished.name], read_tree(finished), root / "stores" / "one"
+    lost = expected - read_tree(root)
     assert not (published and lost), f"published, and lost: {sorted(name for name, _ in lost)}"
     for split in (root / "out" / "train", root / "out" / "val"):
         assert not split.exists() or not check_split(split, workers=1, progress=lambda *_: None)
     if is_store(store):
-        catalog = build_catalog(images(root), "train", None)
         assert not lost
-        assert not check_store(store, catalog, lambda *_: None).damage
+        assert not check_store(store, build_catalog(images(root), "train", None), lambda *_: None).damage
         with pytest.raises(UserError, match="is already a complete label store"):
             write(root)
         return "complete"
@@ -162,23 +158,21 @@ def judge_files(root: Path, published: str, write: Callable[[Path], None], expec
 
 
 @pytest.mark.parametrize("name", ["packed", "labels", "listed"])
-def test_files_are_complete_or_completed(written, tmp_path, monkeypatch, name, request):
+def test_files_are_complete_or_completed(judge_all, monkeypatch, name):
     monkeypatch.setattr(packed_split, "run_in_processes", in_this_process)
-    judge = partial(judge_files, write=WRITERS[name], expected=read_tree(written / name))
-    judge_all(written / name, judge, tmp_path, soak=request.config.getoption("--soak"), most=40)
+    judge_all(name, judge_files, most=40)
 
 
-def test_a_writer_without_fsync_is_found(written, tmp_path):
-    judge = partial(judge_files, write=careless, expected=read_tree(written / "careless"))
+def test_a_writer_without_fsync_is_found(judge_all):
     with pytest.raises(AssertionError, match="published, and lost"):
-        judge_all(written / "careless", judge, tmp_path, soak=True, most=0)
+        judge_all("careless", judge_files, most=1000)
 
 
 def judge_run(root: Path, published: str, finished: Path) -> str:
-    run, scores = root / "runs" / "run", [each["top1"] for each in records(finished, "top1")]
+    run, scores = root / "runs" / "run", [each["top1"] for each in records(finished / "runs", "top1")]
     epochs = int((["0", *re.findall(r"after epoch (\d+)", published)])[-1])
     announced = epochs * STEPS_PER_EPOCH
-    step = open_run(run, finished / "run")
+    step = open_run(run, finished / "runs" / "run")
     assert step >= announced
     last, best = (run / files.CHECKPOINTS / name for name in ("last", "best"))
     if announced:
@@ -207,9 +201,8 @@ def open_run(run: Path, finished: Path) -> int:
     return step
 
 
-def test_a_run_resumes(written, tmp_path, request):
-    judge = partial(judge_run, finished=written / "trained" / "runs")
-    judge_all(written / "trained", judge, tmp_path, soak=request.config.getoption("--soak"), most=100)
+def test_a_run_resumes(judge_all):
+    judge_all("trained", judge_run, most=100)
 
 
 @pytest.mark.soak
