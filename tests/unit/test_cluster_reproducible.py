@@ -39,16 +39,11 @@ def fp16_average(by_rank: Gradients) -> dict[str, Tensor]:
     averages, parameters = {}, {name: nn.Parameter(each) for name, each in by_rank[0].items()}
     for bucket in build_gradient_buckets(parameters, Exchange(), heads=HEADS, ranks=len(by_rank)):
         if bucket.compressible:
+            flats = [torch.cat([own[name].flatten() for name in bucket.parameters]) for own in by_rank]
             scales = BucketScales(torch.zeros(1), len(by_rank), adaptive=True)
-            flats = []
-            for own in by_rank:
-                flat = torch.zeros_like(bucket.gradients)
-                for name in bucket.parameters:
-                    bucket.view(flat, name).copy_(own[name])
-                flats.append(flat)
             scales.maxima.copy_(torch.stack([flat.abs().max() for flat in flats]).mean())
             scales.update()
-            total = torch.zeros_like(bucket.gradients, dtype=torch.float16)
+            total = torch.zeros_like(flats[0], dtype=torch.float16)
 
             def add(tensor: Tensor, name: str, total: Tensor = total) -> Callable[[], Tensor]:
                 total += tensor
@@ -59,24 +54,17 @@ def fp16_average(by_rank: Gradients) -> dict[str, Tensor]:
                 message.compress_gradient(message.buffer, flat)
                 wait = message.launch()
             wait()
-            averages |= {name: bucket.view(flats[-1], name).clone() for name in bucket.parameters}
+            sizes = [each.numel() for each in bucket.parameters.values()]
+            averages |= dict(zip(bucket.parameters, flats[-1].split(sizes), strict=True))
     return averages
 
 
-def reducer_of(
-    parameters: dict[str, Tensor], micro_batches: int, *, loss_is_scaled: bool = False
-) -> ReproducibleReducer:
+def reducer_of(parameters: dict[str, Tensor], micro_batches: int, **options: bool) -> ReproducibleReducer:
     network = nn.Module()
     for name, each in parameters.items():
         network.register_parameter(name.replace(".", "/"), nn.Parameter(each.clone()))
-    return ReproducibleReducer(
-        network,
-        World.single(),
-        Exchange(),
-        micro_batches=micro_batches,
-        of_all_ranks=micro_batches,
-        loss_is_scaled=loss_is_scaled,
-    )
+    counts = {"micro_batches": micro_batches, "of_all_ranks": micro_batches}
+    return ReproducibleReducer(network, World.single(), Exchange(), **counts, **options)
 
 
 def step(reducer: ReproducibleReducer, micro_batches: Gradients) -> dict[str, Tensor]:
@@ -84,7 +72,6 @@ def step(reducer: ReproducibleReducer, micro_batches: Gradients) -> dict[str, Te
     parameters = reducer.local_parameters
     for own in micro_batches:
         loss = sum((parameters[name.replace(".", "/")] * each).sum() for name, each in own.items())
-        assert isinstance(loss, Tensor)
         loss.backward()
         reducer.statistics.add_micro_batch(torch.zeros(()))
     with reducer.synchronized_gradients():
@@ -98,8 +85,8 @@ def test_each_gradient_has_a_smaller_error_than_in_fp16(gradients, ranks):
     step(reducer, by_rank)  # with the first scales
     found, compressed, ratios = step(reducer, by_rank), fp16_average(by_rank), {}
     for name, average in compressed.items():
-        exact = torch.stack([own[name] for own in by_rank]).double().mean(dim=0)
-        error, of_fp16 = ((each.double() - exact).norm() / exact.norm() for each in (found[name], average))
+        exact = torch.stack([own[name] for own in by_rank]).double().mean(dim=0).flatten()
+        error, of_fp16 = ((each.double() - exact).norm() for each in (found[name].flatten(), average))
         ratios[name] = float(error / of_fp16)
     worst = max(ratios, key=lambda name: ratios[name])
     print(f"{ranks} ranks: errors are at most {ratios[worst]:.4f} of those in fp16, of {worst}")
