@@ -1,7 +1,5 @@
 """Losses, times and ranks that are slower between log points, the words of a profile, and progress lines."""
 
-import io
-import sys
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -212,26 +210,3 @@ def test_the_evaluations_to_come(every: int) -> None:
     length = RunLength(0, 50, 10, every)
     for step in range(51):
         assert length.evaluations_after(step) == sum(each > step for each in due)
-
-
-def test_between_log_points_a_line_comes_every_30_seconds_in_a_file(clock, capsys):
-    progress = TrainingProgress(RunLength(0, 1000, 100, 1))
-    train(progress, clock, range(1, 12), 4.0)
-    assert capsys.readouterr().out == "step 8/1000   1 %  epoch 0.08 of 10  1:06:08 left\n"
-    progress.format(11, VALUES)
-    train(progress, clock, range(12, 17), 4.0)
-    assert capsys.readouterr().out == f"step 16/1000   2 %  epoch 0.16 of 10  {LOGGED}  1:05:36 left\n"
-
-
-def test_on_a_terminal_the_line_is_rewritten_every_second(clock, monkeypatch):
-    output = io.StringIO()
-    monkeypatch.setattr(output, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdout", output)
-    progress = TrainingProgress(RunLength(0, 100, 10, 1))
-    train(progress, clock, range(1, 6), 0.6)
-    progress.show("short")
-    progress.end_line()
-    progress.end_line()  # the second call prints nothing
-    lines = output.getvalue().split("\r")
-    assert [line.split("  ")[0] for line in lines[1:3]] == ["step 2/100", "step 4/100"]
-    assert lines[3:] == ["short".ljust(len(lines[2])) + "\n"]

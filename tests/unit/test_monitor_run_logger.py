@@ -1,6 +1,5 @@
 """The files of a run: one JSON object per line, TensorBoard events, and no records after the resumed step."""
 
-import itertools
 import json
 import shutil
 import time
@@ -9,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from small_runs import mounted_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,7 +17,6 @@ from horovod_volo.engine.log_point import log_own_times
 from horovod_volo.monitor.charts import Board
 from horovod_volo.monitor.logger import EVALUATION, METRICS, TRAIN, AppendedFile, drop_records_after
 from horovod_volo.monitor.meters import OwnTime, StragglerFinder
-from horovod_volo.monitor.pictures import GREY, PALETTE, palette_colors
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 
@@ -239,11 +236,3 @@ def test_a_resumed_run_shows_what_it_showed() -> None:
     earlier = [{"step": 1, **POINT}, {"step": 2, **damaged}, {"step": 2, **evaluated}]
     assert "bad_samples" in Board(earlier).select(TRAIN, POINT)
     assert "images" not in Board(earlier).select(EVALUATION, {"images": 9})
-
-
-def test_classes_of_a_picture_differ_in_hue():
-    """Under a tint, dark and light pixels differ in brightness, so colours must differ in more than that."""
-    colors = palette_colors(np.repeat(np.arange(9), np.arange(9, 0, -1)))
-    assert colors.pop(len(PALETTE)) == GREY
-    for one, other in itertools.combinations(colors.values(), 2):
-        assert np.std(np.subtract(one, other)) > 25, (one, other)

@@ -11,28 +11,6 @@ from horovod_volo.report.quantities import Quantity
 from tests.unit.parsed_page import ParsedPage
 
 
-@pytest.mark.parametrize("from_zero", [False, True])
-@pytest.mark.parametrize(
-    ("low", "high"),
-    [(0.0, 1.0), (93.1, 93.2), (0.0, 3e-5), (1e-6, 2e-3), (0, 12_345), (-3.0, 7.0), (5.0, 5.0)],
-)
-def test_ticks_are_round_and_cover_the_values(low: float, high: float, from_zero: bool) -> None:
-    axis = linear_axis([low, high], 5, from_zero=from_zero)
-    room = 1e-9 * max(abs(low), abs(high))
-    assert axis.low - room <= (min(low, 0) if from_zero else low)
-    assert high <= axis.high + room
-    assert 3 <= len(axis.ticks) <= 10
-    assert float(f"{axis.ticks[1] - axis.ticks[0]:e}"[:3]) in (1, 2, 5)
-
-
-def test_logarithmic_ticks_are_powers_of_ten_and_cover_the_values() -> None:
-    axis = log_axis([3e-7, 4e5], 5)
-    assert axis.labels() == ["10⁻⁸", "10⁻⁶", "10⁻⁴", "0.01", "1", "100", "10,000", "10⁶"]
-    assert (axis.place(1e-8), axis.place(1e6)) == (0, 1)
-    assert axis.place(0.1) == pytest.approx(0.5)
-    assert linear_axis([0.0, 5e-4], 5).labels()[-1] == "5·10⁻⁴"
-
-
 def chart_of(*curves: Curve, is_log: bool = False) -> ParsedPage:
     return ParsedPage(draw(Chart("Title", Quantity("Title", unit="units"), "epochs", curves, is_log)))
 
