@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from horovod_volo.config.data_settings import Data
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.loader import EvalBatches
@@ -46,20 +45,15 @@ _NONE = BoxPredictions(
 class BoxEvaluation(Evaluation):
     """Finds boxes in the images of a list, scaled to squares."""
 
-    def __init__(
-        self,
-        images: BoxList,
-        data: Data,
-        side: int,
-        context: RankContext,
-    ) -> None:
+    def __init__(self, images: BoxList, context: RankContext) -> None:
+        side = context.config.model.img_size
         context.world.run_on_all_ranks(evaluator)  # now, not after the images
         self._context, self._images = context, images
         self._anchors = build_anchors(anchor_rule(side), context.device)
         self._loader = EvalBatches(
             images,
             len(images),
-            data,
+            context.config.data,
             image_size=side,
             resize=lambda sizes: np.full_like(sizes, side),
             rank=context.world.rank,

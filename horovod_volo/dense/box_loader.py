@@ -55,7 +55,7 @@ class BoxTrainLoader(DenseBatches):
         read = partial(read_sized, self._images)
         index, (encoded, size) = self.bad_samples.read_or_replace(sample, self._samples, read)
         boxes, classes = self._images.boxes_to_learn(index)
-        plan = draw_box_plan(self._plan_settings, size, boxes, self._seed, epoch, sample)
+        plan = draw_box_plan(self._config.detection, size, boxes, self._seed, epoch, sample)
         moved, stay = plan.move(boxes)
         return index, encoded, plan, ImageBoxes(moved[stay], classes[stay])
 

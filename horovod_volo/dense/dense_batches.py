@@ -7,12 +7,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.cluster.world import RankResources, World
-from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import copy_async
 from horovod_volo.data.image_decoder import Input, Normalization
@@ -22,26 +20,14 @@ from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights_header import statistics_of_run
 
 
-@dataclass(frozen=True)
 class RankContext:
-    """This rank, and how its images reach the network."""
+    """The settings of a run or of an evaluation, and how this rank's images reach the network."""
 
-    world: World
-    device: torch.device
-    threads: int  # that read and transform images
-    normalization: Normalization
-    autocast: torch.autocast
-
-
-def rank_context(config: Config, world: World, resources: RankResources) -> RankContext:
-    """Return this rank's part of a run or of an evaluation with these settings."""
-    return RankContext(
-        world,
-        resources.device,
-        config.data.workers or resources.threads,
-        Normalization(*statistics_of_run(config.data, config.model.model)),
-        autocast(config.model.precision, resources.device),
-    )
+    def __init__(self, config: Config, world: World, resources: RankResources) -> None:
+        self.config, self.world, self.device = config, world, resources.device
+        self.threads = config.data.workers or resources.threads  # that read and transform images
+        self.normalization = Normalization(*statistics_of_run(config.data, config.model.model))
+        self.autocast = autocast(config.model.precision, resources.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,18 +56,12 @@ class DenseBatches(OrderedBatches[PendingDenseBatch, DenseBatch]):
     classification; the plan of an image is one of (seed, epoch, sample) and of its mask or boxes.
     """
 
-    def __init__(
-        self,
-        images: Any,
-        data: Data,
-        settings: Any,
-        side: int,
-        order: OrderOfRank,
-        context: RankContext,
-    ) -> None:
-        """`settings` are those of the task, `side` that of the images in a batch."""
-        super().__init__(images, data, order, context.device, context.threads)
-        self._plan_settings, self._side = settings, side
+    def __init__(self, images: Any, context: RankContext) -> None:
+        self._config, world = context.config, context.world
+        seed, accumulation = self._config.run.seed, self._config.update.accumulation
+        order = OrderOfRank(seed, world.rank, world.size, accumulation)
+        super().__init__(images, self._config.data, order, context.device, context.threads)
+        self._side = self._config.model.img_size  # of the images in a batch
         self._mean, self._std = context.normalization.levels(context.device)
 
     @abstractmethod

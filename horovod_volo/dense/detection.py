@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import decoder_messages
 from horovod_volo.dense.anchors import DetectionLoss, anchor_rule, build_anchors, detection_loss, encode
 from horovod_volo.dense.box_evaluation import BoxEvaluation
-from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes
+from horovod_volo.dense.box_list import find_boxes, list_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader
 from horovod_volo.dense.dense_batches import DenseBatch, RankContext
-from horovod_volo.dense.ssd import HEADS, build_ssd
-from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask, load_weights
+from horovod_volo.dense.ssd import HEADS, SSD, build_ssd
+from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.engine.task import Network, check_classes
+from horovod_volo.engine.task import check_classes
 from horovod_volo.models.sync_batch_norm import synchronize_norms
 
 
@@ -29,14 +28,9 @@ class DetectionLearner(DenseLearner):
 
     loss_names = DetectionLoss._fields
 
-    def __init__(self, config: Config, context: RankContext, *parts: Any) -> None:
-        super().__init__(config, context, *parts)
-        self._anchors = build_anchors(anchor_rule(config.model.img_size), context.device)
-
-    def forward(self, batch: DenseBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
-        with self.context.autocast:
-            values, logits = self.network(batch.images, self.seed(step, number))
-        return values, logits
+    def __init__(self, context: RankContext, *parts: Any) -> None:
+        super().__init__(context, *parts)
+        self._anchors = build_anchors(anchor_rule(context.config.model.img_size), context.device)
 
     def loss(self, outputs: tuple[Tensor, Tensor], batch: DenseBatch) -> DetectionLoss:
         boxes, classes = batch.targets
@@ -46,8 +40,7 @@ class DetectionLearner(DenseLearner):
 class DetectionTask(DenseTask):
     scores = ("ap", "ap50")
     score_names = ("AP", "AP at IoU 0.5")
-    settings = attrgetter("detection")
-    train_batches, learner = BoxTrainLoader, DetectionLearner
+    train_batches, learner, evaluation = BoxTrainLoader, DetectionLearner, BoxEvaluation
     list_split = staticmethod(list_boxes)
 
     def decoder_messages(self, config: Config) -> list[str]:
@@ -84,20 +77,11 @@ class DetectionTask(DenseTask):
             f"{len(train.classes):,} classes; {sum(side**2 * shapes for side, shapes in pairs):,} anchors",
         )
 
-    def build_evaluation(self, config: Config, samples: BoxList, context: RankContext) -> BoxEvaluation:
-        return BoxEvaluation(samples, config.data, config.model.img_size, context)
-
-    def build(self, config: Config, num_classes: int) -> Network:
-        network, norms = build_ssd(config.model, num_classes), config.model.sync_bn
-        if norms != "none":
-            synchronize_norms(network if norms == "all" else network.extras)
-        heads = tuple(f"{head}.{number}" for head in HEADS for number in range(len(network.box_heads)))
-        return Network(
-            network,
-            heads,
-            training_forward=lambda images: network(images, 0),
-            load_weights=partial(load_weights, network, heads, config),
-        )
+    def build_network(self, config: Config, num_classes: int) -> tuple[SSD, tuple[str, ...]]:
+        network = build_ssd(config.model, num_classes)
+        if config.model.sync_bn == "heads":
+            synchronize_norms(network.extras)
+        return network, tuple(f"{each}.{n}" for each in HEADS for n in range(len(network.box_heads)))
 
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:
         shapes = anchor_rule(config.model.img_size).anchors_per_position[0]

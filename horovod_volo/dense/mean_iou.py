@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from horovod_volo.config.data_settings import Data
-from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleTracker
@@ -45,7 +43,8 @@ class SceneEvalLoader:
 
     damaged = 0  # images of the last iteration that could not be used
 
-    def __init__(self, scenes: SceneList, settings: Data, context: RankContext) -> None:
+    def __init__(self, scenes: SceneList, context: RankContext) -> None:
+        settings = context.config.data
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self._scenes, self._indices = scenes, range(context.world.rank, len(scenes), context.world.size)
         self._ahead = settings.prefetch + context.threads
@@ -77,13 +76,12 @@ class SceneEvalLoader:
 class SceneEvaluation(Evaluation):
     """Predicts the classes of an image's pixels, from one or several sizes of it, mirrored or not."""
 
-    def __init__(
-        self, scenes: SceneList, data: Data, settings: Segmentation, window: int, context: RankContext
-    ) -> None:
-        self._context, self._scenes, self._settings, self._window = context, scenes, settings, window
+    def __init__(self, scenes: SceneList, context: RankContext) -> None:
+        self._context, self._scenes, data = context, scenes, context.config.data
+        self._settings, self._window = context.config.segmentation, context.config.model.img_size
         self._batch = data.eval_batch_size or data.batch_size  # windows that are predicted together
         self._mean, self._std = context.normalization.levels(context.device)
-        self._loader = SceneEvalLoader(scenes, data, context)
+        self._loader = SceneEvalLoader(scenes, context)
         self.bad_samples, self.folder = self._loader.bad_samples, scenes.root
 
     @property

@@ -37,7 +37,7 @@ class SceneTrainLoader(DenseBatches):
 
     def _prepare(self, epoch: int, sample: int) -> tuple[int, NDArray[np.uint8], "ScenePlan", Mask]:
         index, (encoded, mask) = self.bad_samples.read_or_replace(sample, self._samples, self._read)
-        plan = draw_plan(self._plan_settings, self._side, mask, self._seed, epoch, sample)
+        plan = draw_plan(self._config.segmentation, self._side, mask, self._seed, epoch, sample)
         padded = np.full((self._side, self._side), IGNORED, dtype=np.uint8)
         window = plan.cut(mask)
         padded[: window.shape[0], : window.shape[1]] = window

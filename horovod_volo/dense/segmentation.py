@@ -1,8 +1,6 @@
 """Segmentation: the class of each pixel, with UperNet on a backbone of classification."""
 
 from collections.abc import Mapping
-from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +8,20 @@ from torch import Tensor
 
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
-from horovod_volo.dense.dense_batches import DenseBatch, RankContext
+from horovod_volo.dense.dense_batches import DenseBatch
 from horovod_volo.dense.mean_iou import SceneEvaluation
-from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import SceneTrainLoader
 from horovod_volo.dense.scene_shards import open_scenes
-from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask, load_weights
+from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask
 from horovod_volo.dense.upernet import HEADS, PixelLosses, UperNet, pixel_losses
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.engine.task import Network, check_classes
-from horovod_volo.models.sync_batch_norm import synchronize_norms
+from horovod_volo.engine.task import check_classes
 
 
 class SegmentationLearner(DenseLearner):
     """UperNet and its losses."""
 
     loss_names = PixelLosses._fields
-    network: UperNet
-
-    def forward(self, batch: DenseBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
-        with self.context.autocast:
-            return self.network.training_logits(batch.images, self.seed(step, number))
 
     def loss(self, outputs: tuple[Tensor, Tensor], batch: DenseBatch) -> PixelLosses:
         return pixel_losses(*outputs, *batch.targets)
@@ -39,8 +30,7 @@ class SegmentationLearner(DenseLearner):
 class SegmentationTask(DenseTask):
     scores = ("miou", "pixel_accuracy")
     score_names = ("mean IoU", "pixel accuracy")
-    settings = attrgetter("segmentation")
-    train_batches, learner = SceneTrainLoader, SegmentationLearner
+    train_batches, learner, evaluation = SceneTrainLoader, SegmentationLearner, SceneEvaluation
     list_split = staticmethod(open_scenes)
 
     def complete(self, config: Config) -> Config:
@@ -68,19 +58,8 @@ class SegmentationTask(DenseTask):
     def metadata(self, config: Config) -> dict[str, Any]:
         return {"head_width": config.segmentation.head_width, **super().metadata(config)}
 
-    def build_evaluation(self, config: Config, samples: SceneList, context: RankContext) -> SceneEvaluation:
-        return SceneEvaluation(samples, config.data, config.segmentation, config.model.img_size, context)
-
-    def build(self, config: Config, num_classes: int) -> Network:
-        network = UperNet(config.model, config.segmentation, num_classes)
-        if config.model.sync_bn == "all":
-            synchronize_norms(network)
-        return Network(
-            network,
-            HEADS,
-            training_forward=lambda images: network.training_logits(images, seed=0),
-            load_weights=partial(load_weights, network, HEADS, config),
-        )
+    def build_network(self, config: Config, num_classes: int) -> tuple[UperNet, tuple[str, ...]]:
+        return UperNet(config.model, config.segmentation, num_classes), HEADS
 
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:  # noqa: ARG002
         return max((len(weights.get(f"{head}.bias", ())) for head in HEADS), default=0)

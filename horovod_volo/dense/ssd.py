@@ -75,6 +75,8 @@ class SSD(nn.Module):
         )
         return boxes, logits
 
+    training_logits = forward
+
     def no_weight_decay(self) -> set[str]:
         exempt = getattr(self.backbone, "no_weight_decay", set)
         return {f"backbone.{name}" for name in exempt()}

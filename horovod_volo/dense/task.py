@@ -14,21 +14,21 @@ from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.images.split_folder import Split
-from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.dense.backbones import fitted_weights
-from horovod_volo.dense.dense_batches import DenseBatch, RankContext, rank_context
+from horovod_volo.dense.dense_batches import DenseBatch, RankContext
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.engine.task import (
     Beat,
     Learner,
     Metrics,
+    Network,
     Task,
     TaskData,
     TrainBatches,
     drop_path_seed,
 )
 from horovod_volo.models.build import check_model
-from horovod_volo.models.sync_batch_norm import connect_norms
+from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.weights import load_fitted, read_weights
 from horovod_volo.monitor.logger import Picture
 
@@ -93,21 +93,23 @@ class DenseLearner(Learner[DenseBatch, tuple[Tensor, Tensor]]):
 
     def __init__(
         self,
-        config: Config,
         context: RankContext,
         data: DenseData,
+        network: Any,
         train_loader: TrainBatches,
         evaluation: Evaluation,
-        network: nn.Module,
     ) -> None:
-        self.config, self.context, self.network = config, context, network
-        self.train_loader, self.evaluation, self._data = train_loader, evaluation, data
+        """`training_logits` of the network, given images and a seed, are its outputs in training."""
+        self.context, self.network, self._data = context, network, data
+        self.train_loader, self.evaluation = train_loader, evaluation
         self.bad_held_out = evaluation.bad_samples
         self._pictures = EvaluationPictures(_PICTURES if context.world.is_rank_zero else 0)
 
-    def seed(self, step: int, number: int) -> int:
-        """Return the seed of what the network draws in a micro-batch."""
-        return drop_path_seed(self.config, step, self.context.world.rank, number)
+    def forward(self, batch: DenseBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
+        seed = drop_path_seed(self.context.config, step, self.context.world.rank, number)
+        with self.context.autocast:
+            outputs: tuple[Tensor, Tensor] = self.network.training_logits(batch.images, seed)
+        return outputs
 
     def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
         """Return the metrics of a model on the held-out images. Collective: every rank calls this."""
@@ -126,14 +128,18 @@ class DenseTask(Task, ABC):
     """A task whose networks predict pixels or boxes; its parts are named by the attributes."""
 
     score_names: Sequence[str]  # of `scores`, for people
-    settings: Callable[[Config], Any]  # those of this task alone
-    train_batches: Callable[..., TrainBatches]
+    train_batches: Callable[[Any, RankContext], TrainBatches]  # of a list of images
+    evaluation: Callable[[Any, RankContext], Evaluation]
     learner: Callable[..., DenseLearner]
     list_split: Callable[[Path, Split], Any]  # of a data folder; raises UserError if it has no images
 
     @abstractmethod
     def list_data(self, config: Config) -> DenseData:
         """List both splits; raise UserError if they do not fit."""
+
+    @abstractmethod
+    def build_network(self, config: Config, num_classes: int) -> tuple[Any, tuple[str, ...]]:
+        """Build the network with fresh weights; return it and the names of its heads."""
 
     @abstractmethod
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:
@@ -167,17 +173,20 @@ class DenseTask(Task, ABC):
     ) -> DenseLearner:
         if config.model.sync_bn != "none":
             connect_norms(network, world)
-        context = rank_context(config, world, resources)
-        order = OrderOfRank(config.run.seed, world.rank, world.size, config.update.accumulation)
-        train_loader = self.train_batches(
-            data.train, config.data, self.settings(config), config.model.img_size, order, context
-        )
-        evaluation = self.build_evaluation(config, data.held_out, context)
-        return self.learner(config, context, data, train_loader, evaluation, network)
+        context = RankContext(config, world, resources)
+        train_loader = self.train_batches(data.train, context)
+        return self.learner(context, data, network, train_loader, self.evaluation(data.held_out, context))
 
-    @abstractmethod
-    def build_evaluation(self, config: Config, samples: Any, context: RankContext) -> Evaluation:
-        """Build the evaluation of a list of images."""
+    def build(self, config: Config, num_classes: int) -> Network:
+        network, heads = self.build_network(config, num_classes)
+        if config.model.sync_bn == "all":
+            synchronize_norms(network)
+        return Network(
+            network,
+            heads,
+            training_forward=lambda images: network.training_logits(images, 0),
+            load_weights=partial(load_weights, network, heads, config),
+        )
 
     def summary(self, metrics: Metrics) -> str:
         first, second = (

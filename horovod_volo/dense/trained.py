@@ -24,7 +24,7 @@ from horovod_volo.config.recipe import assemble
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
-from horovod_volo.dense.dense_batches import rank_context
+from horovod_volo.dense.dense_batches import RankContext
 from horovod_volo.dense.mean_iou import logits_of
 from horovod_volo.dense.task import DenseTask, Views
 from horovod_volo.engine.classification import TASKS
@@ -95,8 +95,7 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     resources = rank_resources(world)
     network.to(resources.device)
     prepare_precision(network, request.precision, resources.device)
-    context = rank_context(config, world, resources)
-    evaluation = task.build_evaluation(config, images, context)
+    evaluation = task.evaluation(images, RankContext(config, world, resources))
     evaluation.views = Views(tuple(request.scales), request.flip)
     evaluation.predictions = Path(request.predictions) if request.predictions else None
     own, done = len(range(world.rank, len(images), world.size)), count(1)

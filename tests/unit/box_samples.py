@@ -9,10 +9,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.cluster.world import World
-from horovod_volo.data.image_decoder import Normalization
+from horovod_volo.cluster.world import RankResources, World
+from horovod_volo.config.schema import Config
 from horovod_volo.dense.dense_batches import RankContext
-from horovod_volo.models.precision import autocast
 
 CATEGORIES = ({"id": 90, "name": "toothbrush"}, {"id": 1, "name": "person"}, {"id": 18, "name": "dog"})
 COLORS = {1: (255, 0, 0), 18: (0, 255, 0), 90: (0, 0, 255)}
@@ -51,9 +50,9 @@ def image(number: int, width: int, height: int, name: str = "") -> dict[str, Any
     return {"id": number, "file_name": name or f"{number:012}.png", "width": width, "height": height}
 
 
-def rank_alone(normalization: Normalization, threads: int = 2) -> RankContext:
-    device = torch.device("cpu")
-    return RankContext(World.single(), device, threads, normalization, autocast("fp32", device))
+def rank_alone(**groups: Any) -> RankContext:
+    """Return the only rank of a run with these groups of settings."""
+    return RankContext(Config(**groups), World.single(), RankResources(torch.device("cpu"), 2, ""))
 
 
 def kolmogorov(first: NDArray[Any], second: NDArray[Any]) -> float:

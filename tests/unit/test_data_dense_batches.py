@@ -16,10 +16,9 @@ from nvidia.dali import Pipeline
 from PIL import Image
 
 from horovod_volo.config.data_settings import Data
+from horovod_volo.config.schema import Model, Run
 from horovod_volo.config.task_settings import Detection, Segmentation
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.data.image_decoder import Normalization
-from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.dense import box_loader
 from horovod_volo.dense.box_list import BoxList, list_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader, ColorChange, Window, draw_box_plan
@@ -29,8 +28,7 @@ from horovod_volo.dense.scene_loader import Distortion, ScenePlan, SceneTrainLoa
 
 SETTINGS = Segmentation(scene_size=(256.0, 64.0), photometric=False)
 CROP = 64
-DATA, ORDER = Data(batch_size=4), OrderOfRank(seed=3, rank=0, size=1, accumulation=1)
-PLAIN_COLORS = Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+DATA, RUN = Data(batch_size=4, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)), Run(seed=3)
 COLORS = torch.tensor([[0, 0, 0], [255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 0]])
 
 
@@ -57,7 +55,8 @@ def write_scenes(folder: Path, sizes: list[tuple[int, int]]) -> SceneList:
 
 
 def scene_batches(scenes: SceneList, epochs: int) -> list[DenseBatch]:
-    loader = SceneTrainLoader(scenes, DATA, SETTINGS, CROP, ORDER, rank_alone(PLAIN_COLORS))
+    alone = rank_alone(data=DATA, run=RUN, segmentation=SETTINGS, model=Model(img_size=CROP))
+    loader = SceneTrainLoader(scenes, alone)
     with closing(loader):
         return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
 
@@ -148,7 +147,8 @@ def painted(folder: Path, count: int = 24) -> BoxList:
 
 
 def box_batches(images: BoxList, epochs: int) -> list[DenseBatch]:
-    loader = BoxTrainLoader(images, DATA, PLAIN, SIDE, ORDER, rank_alone(PLAIN_COLORS))
+    alone = rank_alone(data=DATA, run=RUN, detection=PLAIN, model=Model(img_size=SIDE))
+    loader = BoxTrainLoader(images, alone)
     with closing(loader):
         return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
 

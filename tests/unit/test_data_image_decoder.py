@@ -27,12 +27,11 @@ from torch import Tensor
 from horovod_volo.cluster.world import RankResources, World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config, Model, Run
-from horovod_volo.config.task_settings import Detection, Segmentation
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.errors import UserError
 from horovod_volo.data import image_decoder as decoders
 from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION, DecoderName, Normalization
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.reading import UNDECODABLE, jpeg_size, open_image
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.box_list import list_boxes
@@ -47,7 +46,6 @@ from horovod_volo.pack import main as pack
 CPU = torch.device("cpu")
 STD = torch.tensor(IMAGENET_NORMALIZATION.std).view(3, 1, 1)
 SIDE, IMAGES = 64, 12
-ORDER = OrderOfRank(seed=3, rank=0, size=1, accumulation=1)
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +118,11 @@ def test_scenes_and_boxes(tmp_path: Path) -> None:
     root = tmp_path / "scenes"
     images = []
     for name in ("dali", "pillow"):
-        data = Data(batch_size=3, image_decoder=name)
-        alone = (ORDER, rank_alone(IMAGENET_NORMALIZATION))
         plain = Segmentation(scene_size=(160.0, 80.0), photometric=False)
-        scenes = SceneTrainLoader(list_scenes(root, find_layout(root), "train"), data, plain, 64, *alone)
-        listed = list_boxes(root, "train")
-        boxes = BoxTrainLoader(listed, data, Detection(), SIDE, *alone)
+        data = Data(batch_size=3, image_decoder=name)
+        alone = rank_alone(data=data, run=Run(seed=3), model=Model(img_size=SIDE), segmentation=plain)
+        scenes = SceneTrainLoader(list_scenes(root, find_layout(root), "train"), alone)
+        boxes = BoxTrainLoader(list_boxes(root, "train"), alone)
         with closing(scenes), closing(boxes):
             images.append([torch.cat([b.images for b in each.batches(0, 0)]) for each in (scenes, boxes)])
     for dali, pillow in zip(*images, strict=True):

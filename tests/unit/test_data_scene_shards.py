@@ -15,9 +15,7 @@ from box_samples import rank_alone
 from PIL import Image
 from shard_writers import in_this_process
 
-from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import BadSampleError, UserError
-from horovod_volo.data.image_decoder import IMAGENET_NORMALIZATION
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.packing import packed_split
@@ -31,7 +29,7 @@ from horovod_volo.dense.scene_shards import SceneShards, open_scenes
 from horovod_volo.pack import main
 
 SPLITS: tuple[Split, ...] = ("train", "val")
-ALONE = rank_alone(IMAGENET_NORMALIZATION)
+ALONE = rank_alone()
 PIXELS = np.arange(24, dtype=np.uint8).reshape(4, 6)
 
 
@@ -128,7 +126,7 @@ def test_damaged_images_and_masks_are_packed_unchanged(drawn: Path, tmp_path: Pa
     assert shards.read(3).tobytes() == image.read_bytes()
     with pytest.raises(BadSampleError, match=r"train-000001\.tar, bytes .*00007\.mask\.png\) is not a"):
         shards.read_mask(7, (48, 48))
-    with closing(SceneEvalLoader(shards, Data(), ALONE)) as loader:
+    with closing(SceneEvalLoader(shards, ALONE)) as loader:
         assert [scene.number for scene in loader] == [index for index in range(12) if index not in (3, 7)]
         assert loader.damaged == 2
 
