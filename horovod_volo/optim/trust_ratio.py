@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.adam import adam
 
 from horovod_volo.optim.build import ADAM_STATE, BETAS, MOMENTUM_STATE, register_optimizer
 
@@ -40,28 +41,19 @@ class Lamb(Optimizer):
                 torch._foreach_mul_(updates, ratios)
             torch._foreach_add_(weights, updates, alpha=-group["lr"])
 
-    def _updates(self, group: dict[str, Any]) -> list[torch.Tensor]:
-        (beta1, beta2), weights = group["betas"], group["params"]
-        gradients = [weight.grad for weight in weights]
-        states = [self.state[weight] for weight in weights]
+    def _updates(self, group: dict[str, Any]) -> list[Tensor]:
+        """Return m / (sqrt(v) + eps) for each weight: the change that Adam makes at a learning rate of -1."""
+        (beta1, beta2), eps, weights = group["betas"], group["eps"], group["params"]
+        gradients, states = [weight.grad for weight in weights], [self.state[weight] for weight in weights]
         means, squares, steps = (
             [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
         )
-        torch._foreach_add_(steps, 1)
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        # Bias corrections are tensors: reading the step count would synchronize with the device.
-        corrections = [torch._foreach_pow(beta, steps) for beta in (beta1, beta2)]
-        for correction in corrections:
-            torch._foreach_neg_(correction)
-            torch._foreach_add_(correction, 1)
-        divisors = torch._foreach_div(squares, corrections[1])
-        torch._foreach_sqrt_(divisors)
-        torch._foreach_add_(divisors, group["eps"])
-        updates = torch._foreach_div(means, corrections[0])
-        torch._foreach_div_(updates, divisors)
-        return list(updates)
+        updates = [torch.zeros_like(weight) for weight in weights]
+        rates = {"lr": -1.0, "weight_decay": 0.0, "beta1": beta1, "beta2": beta2, "eps": eps}
+        adam(
+            updates, gradients, means, squares, [], steps, **rates, fused=True, amsgrad=False, maximize=False
+        )
+        return updates
 
 
 class Lars(Optimizer):
