@@ -12,7 +12,7 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,7 @@ from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.classification_data import shared_catalog
 from horovod_volo.labelling.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
 from horovod_volo.models.build import check_model, spec_of
-from horovod_volo.models.pretrained import load_pretrained
+from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
 from horovod_volo.models.registry import TokenModel, registered_model
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.weights import TIMM
@@ -54,38 +54,8 @@ class TeacherChoice(NamedTuple):
     batch_size: int = 64
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """A trained model that labels cells of images."""
-
-    network: nn.Module
-    name: str  # including the image size and a digest of the weights
-    image_side: int
-    normalization: Normalization
-
-    def images(self, catalog: Catalog, batch: int, resources: RankResources) -> EvalLoader:
-        """Return a catalog's images as the teacher sees them; damaged ones are skipped and reported."""
-        return EvalLoader(
-            catalog,
-            Data(batch_size=batch, bad_samples="skip", bad_samples_limit=len(catalog)),
-            image_size=self.image_side,
-            crop_pct=1.0,
-            crop_mode="squash",
-            rank=0,
-            size=1,
-            device=resources.device,
-            threads=resources.threads,
-            normalization=self.normalization,
-        )
-
-    def label(self, images: Tensor) -> Tensor:
-        """Return logits (images, classes, rows, columns) of normalised images (images, 3, side, side)."""
-        with torch.inference_mode():
-            return token_logits(self.network, images)
-
-
-def load_teacher(choice: TeacherChoice, classes: int) -> Teacher:
-    """Build a teacher of `classes` classes with its weights, on the CPU."""
+def load_teacher(choice: TeacherChoice, classes: int) -> PretrainedModel:
+    """Build a teacher of `classes` classes, whose name has the image size and a digest of its weights."""
     name, weights, pretrained, image_side, _ = choice
     is_run = Path(name).is_dir()
     if is_run:
@@ -110,9 +80,28 @@ def load_teacher(choice: TeacherChoice, classes: int) -> Teacher:
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
     shown = Path(name).resolve().name if is_run else name
     shown = f"{shown} at {trained.image_side} pixels, weights {digest.hexdigest()[:12]}"
-    return Teacher(trained.network, shown, trained.image_side, Normalization(trained.mean, trained.std))
+    return replace(trained, name=shown)
 
 
+def teacher_images(
+    teacher: PretrainedModel, catalog: Catalog, batch: int, resources: RankResources
+) -> EvalLoader:
+    """Return a catalog's images as the teacher sees them; damaged ones are skipped and reported."""
+    return EvalLoader(
+        catalog,
+        Data(batch_size=batch, bad_samples="skip", bad_samples_limit=len(catalog)),
+        image_size=teacher.image_side,
+        crop_pct=1.0,
+        crop_mode="squash",
+        rank=0,
+        size=1,
+        device=resources.device,
+        threads=resources.threads,
+        normalization=Normalization(teacher.mean, teacher.std),
+    )
+
+
+@torch.inference_mode()
 def token_logits(network: Any, images: Tensor) -> Tensor:
     """Return the logits (images, classes, rows, columns) of the cells of a model's feature map."""
     grid = network.grid if isinstance(network, TokenModel) and hasattr(network, "grid") else None
@@ -175,7 +164,7 @@ def generate_labels(
     catalog = shared_catalog(data_dir, "train", store / _CATALOG_FOLDER, world)
     classes = len(catalog.classes)
 
-    def load() -> Teacher:
+    def load() -> PretrainedModel:
         if top_k > classes:
             raise UserError(f"--top is {top_k}, but there are {classes} classes. Give at most {classes}.")
         return load_teacher(choice, classes)
@@ -186,7 +175,7 @@ def generate_labels(
     def open_store() -> LabelStoreWriter:
         # The shape of the maps is that of the logits for a blank image.
         blank = torch.zeros(1, 3, teacher.image_side, teacher.image_side, device=resources.device)
-        height, width = teacher.label(blank).shape[2:]
+        height, width = token_logits(teacher.network, blank).shape[2:]
         return open_writer(
             store,
             list(names_of(catalog)),
@@ -200,7 +189,7 @@ def generate_labels(
         )
 
     writer = world.run_on_rank_zero(open_store)
-    with closing(teacher.images(catalog, choice.batch_size, resources)) as images:
+    with closing(teacher_images(teacher, catalog, choice.batch_size, resources)) as images:
         problems = _label_shards(writer, teacher, images, world, progress)
     problems_by_rank = world.allgather_object(problems)
     if world.is_rank_zero:
@@ -210,7 +199,7 @@ def generate_labels(
 
 
 def _label_shards(
-    writer: LabelStoreWriter, teacher: Teacher, images: EvalLoader, world: World, progress: Progress
+    writer: LabelStoreWriter, teacher: PretrainedModel, images: EvalLoader, world: World, progress: Progress
 ) -> list[str]:
     """Write the unfinished shards of this rank; return the problems of all its shards."""
     records = {number: writer.finished(number) for number in range(world.rank, writer.shards, world.size)}
@@ -222,7 +211,7 @@ def _label_shards(
         rows = writer.rows(number)
         scores, ids = writer.empty_shard(number)
         for pending, pixels in images.decoded(np.array(rows, dtype=np.int64)):
-            logits = teacher.label(pixels).float()  # (images, classes, height, width)
+            logits = token_logits(teacher.network, pixels).float()  # (images, classes, height, width)
             best, usable = centred(logits, top_k).topk(top_k, dim=1), ~pending.bad
             shard_rows = pending.indices[usable] - rows.start
             scores[shard_rows] = best.values.clamp(min=0).half().cpu().numpy()[usable]

@@ -20,8 +20,16 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.engine.classification import Classification
-from horovod_volo.labelling.generate import Teacher, TeacherChoice, centred, generate_labels, load_teacher
+from horovod_volo.labelling.generate import (
+    TeacherChoice,
+    centred,
+    generate_labels,
+    load_teacher,
+    teacher_images,
+    token_logits,
+)
 from horovod_volo.models.build import build_model
+from horovod_volo.models.pretrained import PretrainedModel
 from horovod_volo.objective.label_map import map_targets
 from horovod_volo.token_labels.source import map_warnings
 from horovod_volo.token_labels.store import LabelStore
@@ -61,11 +69,11 @@ def logits_by_name(folder: Path, weights: str) -> dict[str, torch.Tensor]:
     """Return the teacher's logits (classes, rows, columns) of each image, by its full name."""
     catalog = catalog_of(folder / "images")
     teacher = load_teacher(choice_of(folder, weights), CLASSES)
-    with closing(teacher.images(catalog, 8, RankResources(torch.device("cpu"), 1, ""))) as images:
+    with closing(teacher_images(teacher, catalog, 8, RankResources(torch.device("cpu"), 1, ""))) as images:
         return {
             catalog.name(int(index)): logits
             for pending, pixels in images.decoded()
-            for index, logits in zip(pending.indices, teacher.label(pixels), strict=True)
+            for index, logits in zip(pending.indices, token_logits(teacher.network, pixels), strict=True)
         }
 
 
@@ -164,8 +172,8 @@ def uneven(tmp_path):
 
 def opened(folder, batch=2):
     catalog = build_catalog(str(folder), "train", None)
-    teacher = Teacher(torch.nn.Identity(), "", SQUARE, NORMALIZATION)
-    return closing(teacher.images(catalog, batch, RankResources(torch.device("cpu"), 2, "")))
+    teacher = PretrainedModel(torch.nn.Identity(), "", SQUARE, 1, 1.0, *NORMALIZATION, "bicubic", [])
+    return closing(teacher_images(teacher, catalog, batch, RankResources(torch.device("cpu"), 2, "")))
 
 
 def pixels_by_index(images, indices):

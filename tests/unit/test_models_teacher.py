@@ -109,12 +109,12 @@ def test_weights_and_normalisation_are_the_teachers_own(tmp_path):
     network = network_of("vit_tiny_patch16_224", img_size=64)
     torch.save(network.state_dict(), tmp_path / "w.pth")
     teacher = load("vit_tiny_patch16_224", tmp_path / "w.pth")
-    assert teacher.normalization == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert (teacher.mean, teacher.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     assert teacher.image_side == 64
     batch = torch.rand(2, 3, 64, 64)
     with torch.inference_mode():
         expected = token_logits(network, batch)
-    torch.testing.assert_close(teacher.label(batch), expected)
+    torch.testing.assert_close(token_logits(teacher.network, batch), expected)
     assert teacher.name == load("vit_tiny_patch16_224", tmp_path / "w.pth").name
     with torch.no_grad():
         network.head.bias[0] += 1e-3
@@ -126,9 +126,9 @@ def test_weights_and_normalisation_are_the_teachers_own(tmp_path):
 def test_a_run_folder_is_a_teacher(tmp_path):
     checkpoint = save_run(tmp_path / "run", names="abcdefg") / "checkpoints" / "best"
     batch = torch.rand(1, 3, 64, 64)
-    labels = [load(str(folder), side=0).label(batch) for folder in (tmp_path / "run", checkpoint)]
+    teachers = [load(str(folder), side=0) for folder in (tmp_path / "run", checkpoint)]
     named = load("volo_demo", checkpoint, side=64)
-    labels.append(named.label(batch))
+    labels = [token_logits(teacher.network, batch) for teacher in (*teachers, named)]
     assert named.name.startswith("volo_demo at 64")
     for label in labels:
         torch.testing.assert_close(label, labels[0])
