@@ -126,14 +126,14 @@ class SceneEvaluation(Evaluation):
         """Return the classes of an image's pixels (height, width)."""
         levels = scene.pixels.to(self._context.device).float()
         height, width = scene.mask.shape
-        predict, found = partial(logits_of, network), list[Tensor]()
+        found = list[Tensor]()
         for scale in self.views.scales:
             for flip in (False, True) if self.views.flip else (False,):
                 image = self._scaled(levels.flip(2) if flip else levels, scale)
                 if self._settings.test_mode == "slide":
-                    logits = slide(predict, image, self._window, self._settings.test_stride, self._batch)
+                    logits = slide(network, image, self._window, self._settings.test_stride, self._batch)
                 else:
-                    logits = predict(image)
+                    logits = network(image)
                 full = resize(logits[0], (height, width))
                 found.append(full.flip(2) if flip else full)
         if len(found) == 1:
@@ -146,14 +146,6 @@ class SceneEvaluation(Evaluation):
         longer, shorter = (int(side * scale) for side in self._settings.scene_size)
         size = keep_ratio((levels.shape[1], levels.shape[2]), longer, shorter)
         return ((resize(levels, size) - self._mean) / self._std)[None]
-
-
-def logits_of(network: nn.Module, images: Tensor) -> Tensor:
-    """Return logits of the images' height and width; the network pads them, and gives a quarter of that."""
-    height, width = images.shape[2:]
-    logits: Tensor = network(images).float()
-    full = (4 * logits.shape[2], 4 * logits.shape[3])
-    return F.interpolate(logits, size=full, mode="bilinear", align_corners=False)[..., :height, :width]
 
 
 def slide(

@@ -117,7 +117,7 @@ class DenseLearner(Learner[DenseBatch, tuple[Tensor, Tensor]]):
 
     def pictures(self) -> Mapping[str, Picture]:
         """Return pictures of the first images of the last evaluation."""
-        return self._pictures.latest()
+        return self._pictures.latest
 
     def close(self) -> None:
         self.evaluation.close()

@@ -25,7 +25,6 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
 from horovod_volo.dense.dense_batches import RankContext
-from horovod_volo.dense.mean_iou import logits_of
 from horovod_volo.dense.task import DenseTask, Views
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Samples
@@ -190,7 +189,7 @@ class TrainedDense:
     def outputs(self) -> tuple[nn.Module, tuple[str, ...]]:
         """Return the network with the outputs of an evaluation, and their names."""
         if self.takes_any_size:
-            return PixelLogits(self.network).eval(), ("logits",)
+            return self.network.eval(), ("logits",)
         return BoxProbabilities(self.network, self.image_side).eval(), ("boxes", "probabilities")
 
     def write(self, folder: Path) -> None:
@@ -221,17 +220,6 @@ class TrainedDense:
         with torch.inference_mode():
             first, other = (_joined(network(images)) for network in (self.network, again.module.eval()))
         return float((first - other).abs().max())
-
-
-class PixelLogits(nn.Module):
-    """Logits (batch, classes, height, width) of images."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor) -> Tensor:
-        return logits_of(self.network, images)
 
 
 class BoxProbabilities(nn.Module):

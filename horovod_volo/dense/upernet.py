@@ -1,8 +1,9 @@
 """UperNet: a backbone, a neck, UPerHead and, in training, the auxiliary FCN head and the loss of both.
 
-Given images (batch, 3, height, width) of any size, it returns logits at a quarter of the height and width
-and, in training, auxiliary logits at a sixteenth. Parameters have mmsegmentation's names under `decode_head.`
-and `auxiliary_head.`, those of the classification network under `backbone.`, and LV-ViT's under `neck.`.
+Given images (batch, 3, height, width) of any size, it returns logits of that height and width; in training,
+logits at a quarter of them and auxiliary logits at a sixteenth. Parameters have mmsegmentation's names under
+`decode_head.` and `auxiliary_head.`, those of the classification network under `backbone.`, and LV-ViT's
+under `neck.`.
 
 Each head is written as steps that stop at its norms, so that norms that do not depend on each other share an
 exchange between ranks (models/sync_batch_norm.py): four for the head, the auxiliary head's among the first.
@@ -69,11 +70,6 @@ class UPerHead(nn.Module):
         self.dropout = nn.Dropout2d(_DROPPED)
         self.conv_seg = nn.Conv2d(width, num_classes, 1)
         draw_weights(self)
-
-    def forward(self, maps: Sequence[Tensor]) -> Tensor:
-        """Return logits at the size of the first map."""
-        logits: Tensor = run_together([self.steps(maps)])[0]
-        return logits
 
     def steps(self, maps: Sequence[Tensor]) -> Steps:
         """Return logits at the size of the first map, in steps."""
@@ -186,9 +182,12 @@ class UperNet(nn.Module):
         return logits, auxiliary
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits for evaluation, at a quarter of the padded height and width."""
-        logits: Tensor = self.decode_head(self.neck(self.backbone(padded(images))))
-        return logits
+        """Return logits for evaluation in fp32, at the height and width of the images."""
+        maps = self.neck(self.backbone(padded(images)))
+        quarter = run_together([self.decode_head.steps(maps)])[0].float()
+        padded_size = (4 * quarter.shape[2], 4 * quarter.shape[3])
+        logits = F.interpolate(quarter, size=padded_size, mode="bilinear", align_corners=False)
+        return logits[..., : images.shape[2], : images.shape[3]]
 
     def no_weight_decay(self) -> set[str]:
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}

@@ -15,7 +15,6 @@ from horovod_volo import export
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
-from horovod_volo.dense.mean_iou import logits_of
 from horovod_volo.dense.trained import TrainedDense, dense_task, load_dense
 from horovod_volo.models import timm_export
 from horovod_volo.models.timm_export import fixed_images
@@ -139,7 +138,7 @@ def test_the_export_gives_what_an_evaluation_uses(trained: Path, exported: Path)
     assert content["state_dict"].keys() == network.state_dict().keys()
     with torch.inference_mode():
         if task == "segmentation":
-            expected = [logits_of(network, images)]
+            expected = [network(images)]
             assert expected[0].shape == (3, 7, 64, 64)
         else:
             values, logits = network(images)
@@ -156,7 +155,7 @@ def test_the_export_gives_what_an_evaluation_uses(trained: Path, exported: Path)
     for height, width in ((33, 90), (208, 17)) if task == "segmentation" else ():
         odd = fixed_images(2, height, width)
         with torch.inference_mode():
-            logits = logits_of(network, odd).numpy()
+            logits = network(odd).numpy()
         assert logits.shape == (2, 7, height, width)
         np.testing.assert_allclose(session.run(None, {"images": odd.numpy()})[0], logits, atol=1e-4)
 

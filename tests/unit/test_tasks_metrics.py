@@ -184,6 +184,6 @@ def test_pictures_of_lines(tmp_path: Path, width: int, height: int) -> None:
     masks = EvaluationPictures(1)
     mask = torch.zeros(height, width, dtype=torch.uint8)
     masks.add_masks(0, mask.expand(3, -1, -1), mask, mask)
-    for picture in (*boxes.latest().values(), *masks.latest().values()):
+    for picture in (*boxes.latest.values(), *masks.latest.values()):
         assert picture.height <= 256
         assert picture.width <= 3 * 3000
