@@ -116,7 +116,8 @@ class AppendedFile:
 def read_metrics(path: Path) -> list[MetricsRecord]:
     """Read the records of a file, without lines that are damaged; none where there is no file."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return [record for line in lines if (record := _parsed(line)) is not None]
+    records = (parsed_line(line) for line in lines)
+    return [record for record in records if record and isinstance(record.get("step"), int | float)]
 
 
 def kind_of(record: MetricsRecord) -> str:
@@ -124,14 +125,13 @@ def kind_of(record: MetricsRecord) -> str:
     return TRAIN if "lr" in record else EVALUATION
 
 
-def drop_records_after(path: Path, step: int, may_write: MayWrite = lambda: None) -> None:
-    """Remove the records of steps later than `step`, which will be trained again, and damaged lines."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines()
-    kept = [line for line in lines if (record := _parsed(line)) is not None and record["step"] <= step]
-    with atomic_write(path, may_write) as file:
-        file.writelines(line + b"\n" for line in kept)
+def drop_records_after(path: Path, step: int, may_write: MayWrite = lambda: None) -> list[MetricsRecord]:
+    """Return the records up to `step`; remove damaged lines and later ones, which will be trained again."""
+    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    if path.exists():
+        with atomic_write(path, may_write) as file:
+            file.writelines(f"{json.dumps(record)}\n".encode() for record in kept)
+    return kept
 
 
 def last_values(path: Path) -> MetricsRecord:
@@ -148,8 +148,3 @@ def parsed_line(line: bytes) -> MetricsRecord | None:
         record = json.loads(line)
         return record if isinstance(record, dict) else None
     return None
-
-
-def _parsed(line: bytes) -> MetricsRecord | None:
-    record = parsed_line(line)
-    return record if record and isinstance(record.get("step"), int | float) else None

@@ -25,7 +25,6 @@ from horovod_volo.monitor.logger import (
     RunDescription,
     Values,
     drop_records_after,
-    read_metrics,
 )
 from horovod_volo.monitor.progress import RunLength, TrainingProgress
 
@@ -44,8 +43,7 @@ class RunLogger(Logger):
         """Open the files; raise OSError if that is not possible."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._may_write = folder, may_write
-        drop_records_after(folder / METRICS, length.first_step, may_write)
-        earlier = read_metrics(folder / METRICS)
+        earlier = drop_records_after(folder / METRICS, length.first_step, may_write)
         self._board = Board(earlier)
         self._metrics = AppendedFile(folder / METRICS, may_write=may_write)
         self._log = AppendedFile(folder / "log.txt", may_write=may_write)
@@ -105,8 +103,7 @@ class RunLogger(Logger):
 
     def go_back(self, step: int) -> None:
         self._append(self._metrics, b"")
-        drop_records_after(self._metrics.path, step, self._may_write)
-        earlier = read_metrics(self._metrics.path)
+        earlier = drop_records_after(self._metrics.path, step, self._may_write)
         self._board = Board(earlier)
         self._append(self._events, charts.session_start(step + 1))
         if self._other_axes.path.exists():

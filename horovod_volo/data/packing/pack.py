@@ -93,10 +93,8 @@ def _read_image(catalog: Catalog, options: PackOptions, index: int) -> Sample:
         raise BadSampleError(f"{catalog.location(index)} {error}") from error
     name = name.lstrip("/")  # of a class such as /m/01g317
     folder, _, base = name.rpartition("/")
-    return (name, image), (
-        f"{folder}/{base.partition('.')[0]}.cls",
-        str(int(catalog.targets[index])).encode(),
-    )
+    label = f"{folder}/{base.partition('.')[0]}.cls"
+    return (name, image), (label, str(int(catalog.targets[index])).encode())
 
 
 def _packed_image(name: str, encoded: bytes, options: PackOptions) -> tuple[str, bytes]:
