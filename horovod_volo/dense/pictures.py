@@ -28,17 +28,17 @@ class EvaluationPictures:
     def __init__(self, most: int) -> None:
         """`most` is the number of images; 0 on ranks that write nothing."""
         self._most = most
-        self.latest: dict[str, Picture] = {}  # by the numbers of their images
+        self.latest: dict[int, Picture] = {}  # by the numbers of their images
 
     def wants(self, number: int) -> bool:
         """Return whether an image is to be drawn."""
-        return len(self.latest) < self._most or _name(number) in self.latest
+        return len(self.latest) < self._most or number in self.latest
 
     def add_masks(self, number: int, pixels: Tensor, *masks: Tensor) -> None:
         """Draw an image (3, height, width) beside its mask and its predicted classes."""
         colors = class_colors()
         drawn = [colors[classes.to(torch.uint8).cpu().numpy()] for classes in masks]
-        self.latest[_name(number)] = _encoded([pixels.permute(1, 2, 0).numpy(), *drawn])
+        self.latest[number] = _encoded([pixels.permute(1, 2, 0).numpy(), *drawn])
 
     def add_boxes(self, images: BoxList, number: int, found: BoxPredictions) -> None:
         """Draw an image with its true boxes beside one with those that were found."""
@@ -49,11 +49,7 @@ class EvaluationPictures:
         for _, box, kind, score in zip(*found, strict=True):
             if score > _LEAST_SCORE:
                 labelled[1].append((box, int(kind), f"{names[kind]} {score:.2f}"))
-        self.latest[_name(number)] = _encoded([_with_boxes(pixels, each) for each in labelled])
-
-
-def _name(number: int) -> str:
-    return f"image {number:05}"
+        self.latest[number] = _encoded([_with_boxes(pixels, each) for each in labelled])
 
 
 def _with_boxes(pixels: NDArray[np.uint8], boxes: Iterable[Labelled]) -> NDArray[np.uint8]:

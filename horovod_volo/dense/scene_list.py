@@ -78,10 +78,10 @@ class SceneList:
         return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
 
     def location(self, index: int) -> str:
-        return str(self._image(index))
+        return str(self.folder(self.layout.images) / self.names[index])
 
     def read(self, index: int) -> NDArray[np.uint8]:
-        return np.frombuffer(file_content(self._image(index)), dtype=np.uint8)
+        return np.frombuffer(file_content(self.location(index)), dtype=np.uint8)
 
     def read_mask(self, index: int, size: tuple[int, int]) -> Mask:
         """Return the mask of an image of this height and width; raise BadSampleError if it is damaged."""
@@ -117,9 +117,6 @@ class SceneList:
 
     def close(self) -> None:
         """Close the files that are kept open; of images and masks in folders there are none."""
-
-    def _image(self, index: int) -> Path:
-        return self.folder(self.layout.images) / self.names[index]
 
     def mask_path(self, index: int) -> Path:
         """Return where the mask of an image is."""

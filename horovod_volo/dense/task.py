@@ -117,7 +117,7 @@ class DenseLearner(Learner[DenseBatch, tuple[Tensor, Tensor]]):
 
     def pictures(self) -> Mapping[str, Picture]:
         """Return pictures of the first images of the last evaluation."""
-        return self._pictures.latest
+        return {f"image {number:05}": drawn for number, drawn in self._pictures.latest.items()}
 
     def close(self) -> None:
         self.evaluation.close()
