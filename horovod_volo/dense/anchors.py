@@ -137,17 +137,10 @@ def _encode(boxes: Tensor, classes: Tensor, anchors: Anchors) -> tuple[Tensor, T
     size = matched[..., 2:] - matched[..., :2]
     centre = (matched[..., :2] + matched[..., 2:]) / 2
     of_anchor = anchors.centres
-    encoded = torch.cat(
-        [
-            (centre - of_anchor[:, :2]) / of_anchor[:, 2:] * _CENTRE_SCALE,
-            (size / of_anchor[:, 2:]).log() * _SIZE_SCALE,
-        ],
-        dim=2,
-    )
-    return (
-        torch.where(positive, classes.gather(1, matches), 0),
-        torch.where(positive.unsqueeze(2), encoded, 0.0),
-    )
+    moved = (centre - of_anchor[:, :2]) / of_anchor[:, 2:] * _CENTRE_SCALE
+    grown = (size / of_anchor[:, 2:]).log() * _SIZE_SCALE
+    encoded = torch.cat([moved, grown], dim=2).where(positive.unsqueeze(2), 0.0)
+    return classes.gather(1, matches).where(positive, 0), encoded
 
 
 def _match(boxes: Tensor, classes: Tensor, corners: Tensor) -> tuple[Tensor, Tensor]:

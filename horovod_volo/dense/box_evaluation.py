@@ -68,16 +68,14 @@ class BoxEvaluation(Evaluation):
     def measure(self, network: nn.Module, beat: Beat, pictures: EvaluationPictures | None = None) -> Measured:
         """Find boxes in the images of all ranks, and measure them. Collective: every rank calls this."""
         images, world = self._images, self._context.world
-        own: list[BoxPredictions] = []
-        done: list[int] = []
-        bad = 0
+        own, done, bad = list[BoxPredictions](), list[int](), 0
         with torch.inference_mode(), self._context.autocast:
             for pending, batch in self._loader.decoded():
                 indices = pending.indices.tolist()
                 of_batch = self._find(network, batch, indices)
+                bad += int(pending.bad.sum())
                 for index, damaged, found in zip(indices, pending.bad, of_batch, strict=True):
                     if damaged:
-                        bad += 1
                         continue
                     if pictures and pictures.wants(index):
                         pictures.add_boxes(images, index, found)

@@ -29,6 +29,8 @@ from horovod_volo.dense.scene_list import file_content
 _THINNEST = 0.1  # pixels; thinner boxes are not learned
 _MOST_CLASSES = 2**15 - 1
 
+Records = list[dict[str, Any]]  # of COCO's JSON
+
 
 @dataclass(frozen=True, eq=False)
 class Annotations:
@@ -206,12 +208,7 @@ def read_annotations(path: Path) -> Annotations:
         ) from None
 
 
-def _annotations(
-    path: Path,
-    images: list[dict[str, Any]],
-    categories: list[dict[str, Any]],
-    annotations: list[dict[str, Any]],
-) -> Annotations:
+def _annotations(path: Path, images: Records, categories: Records, annotations: Records) -> Annotations:
     ids = np.array([image["id"] for image in images], dtype=np.int64)
     category_ids = [int(category["id"]) for category in categories]
     class_names = [str(category["name"]) for category in categories]
@@ -239,9 +236,7 @@ def _annotations(
                 f"{path}: {int(wrong.sum())} of {count} boxes cannot be used; the first {what}: image "
                 f"{first['image_id']}, category {first['category_id']}, bbox {first['bbox']}. Correct them."
             )
-    areas = np.array(
-        [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in annotations], dtype=np.float64
-    )
+    areas = [each.get("area", each["bbox"][2] * each["bbox"][3]) for each in annotations]
     crowd = np.array([bool(each.get("iscrowd", 0)) for each in annotations], dtype=np.bool_)
     order = np.argsort(of_image, kind="stable")
     return Annotations(
@@ -253,7 +248,7 @@ def _annotations(
         boxes=np.hstack([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]])[order],
         classes=classes[order],
         crowd=crowd[order],
-        areas=areas[order],
+        areas=np.array(areas, dtype=np.float64)[order],
         class_names=tuple(class_names),
         category_ids=tuple(category_ids),
     )

@@ -185,9 +185,8 @@ def count_pixels(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:
     # Ignored pixels are counted in one more row, which is dropped: selecting them would wait for the device.
     rows = torch.where(labelled, truth, classes).long()
     pairs = (rows * classes + predicted.long()).flatten()
-    return torch.bincount(pairs, minlength=(classes + 1) * classes)[: classes * classes].view(
-        classes, classes
-    )
+    counts = torch.bincount(pairs, minlength=(classes + 1) * classes)
+    return counts.view(classes + 1, classes)[:-1]
 
 
 def ious(confusion: NDArray[np.int64]) -> NDArray[np.float64]:

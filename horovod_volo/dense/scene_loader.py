@@ -60,17 +60,14 @@ class SceneTrainLoader(DenseBatches):
         # Perhaps views of DALI's memory, valid until its next run.
         windows = [torch.utils.dlpack.from_dlpack(decoded[number]) for number in range(len(decoded))]
 
-        def transform(numbered: tuple[int, Tensor]) -> None:
-            number, pixels = numbered
-            levels = distort(pixels.permute(2, 0, 1).float(), pending.plans[number].distortion)
+        def transform(number: int) -> None:
+            pixels = windows[number].permute(2, 0, 1).float()
+            levels = distort(pixels, pending.plans[number].distortion)
             height, width = levels.shape[1:]
             torch.sub(levels, self._mean, out=images[number, :, :height, :width]).div_(self._std)
 
-        if images.device.type == "cpu":
-            self._transform_threads.map(transform, list(enumerate(windows)))
-        else:
-            for each in enumerate(windows):
-                transform(each)
+        on_host = images.device.type == "cpu"
+        list((self._transform_threads.map if on_host else map)(transform, range(len(windows))))
         return images
 
 
@@ -105,15 +102,11 @@ class ScenePlan:
 
     def cut(self, mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the window of a mask, flipped: each pixel is the stored one under its centre."""
-        rows, columns = (
-            np.minimum(
-                ((np.arange(begin, begin + length) + 0.5) * (side / scaled)).astype(np.int64), side - 1
-            )
-            for begin, length, side, scaled in zip(
-                self.corner, self.shape, mask.shape, self.scaled, strict=True
-            )
-        )
-        window = mask[rows[:, None], columns]
+        stored = list[NDArray[np.int64]]()  # rows, then columns
+        for begin, length, side, scaled in zip(self.corner, self.shape, mask.shape, self.scaled, strict=True):
+            centres = (np.arange(begin, begin + length) + 0.5) * (side / scaled)
+            stored.append(np.minimum(centres.astype(np.int64), side - 1))
+        window = mask[np.ix_(*stored)]
         return np.ascontiguousarray(window[:, ::-1]) if self.flip else window
 
 
@@ -130,11 +123,9 @@ def draw_plan(
     size = mask.shape[0], mask.shape[1]
     scaled = keep_ratio(size, longer, shorter)
     shape = (min(scaled[0], crop), min(scaled[1], crop))
+    tops, lefts = scaled[0] - shape[0] + 1, scaled[1] - shape[1] + 1
     for _ in range(_REDRAWS + 1):
-        corner = (
-            int(next(numbers) * (scaled[0] - shape[0] + 1)),
-            int(next(numbers) * (scaled[1] - shape[1] + 1)),
-        )
+        corner = int(next(numbers) * tops), int(next(numbers) * lefts)
         plan = ScenePlan(size, scaled, corner, shape, flip, distortion)
         if settings.class_share >= 1 or _is_varied(plan.cut(mask), settings.class_share):
             break
@@ -208,11 +199,8 @@ def _hue(pixels: Tensor, shift: float) -> Tensor:
     span = highest - pixels.amin(dim=0)
     divisor = span.clamp_min(1e-6)
     # In sixths of the circle: 0 red, 2 green, 4 blue.
-    hue = torch.where(
-        highest == red,
-        (green - blue) / divisor,
-        torch.where(highest == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
-    )
+    of_others = torch.where(highest == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor)
+    hue = torch.where(highest == red, (green - blue) / divisor, of_others)
     channels = []
     for offset in (5, 3, 1):  # of red, green and blue
         distance = (hue + 6 * shift + offset) % 6

@@ -22,12 +22,8 @@ from horovod_volo.data.images.split_folder import Format
 from horovod_volo.data.images.tar_shards import ShardSample, damaged, list_shards
 from horovod_volo.data.reading import START_BYTES, ending_of
 
-_IMAGE, _LABEL, _CLASS, _NAME = (
-    b"image/encoded",
-    b"image/class/label",
-    b"image/class/synset",
-    b"image/filename",
-)
+_IMAGE, _NAME = b"image/encoded", b"image/filename"
+_LABEL, _CLASS = b"image/class/label", b"image/class/synset"
 _LENGTH = struct.Struct("<QI")  # of the Example, and the checksum of these 8 bytes
 _CHECKSUM_BYTES = 4
 _LARGEST_LABEL = 2**31 - 1
