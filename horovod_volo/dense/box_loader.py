@@ -60,10 +60,8 @@ class BoxTrainLoader(DenseBatches):
         return index, encoded, plan, ImageBoxes(moved[stay], classes[stay])
 
     def _inputs(self, plans: Sequence["BoxPlan"]) -> tuple[Input, ...]:
-        corners, shapes = (
-            [np.array(plan.window[part], dtype=np.int32) for plan in plans]
-            for part in (slice(2), slice(2, 4))
-        )
+        windows = np.array([plan.window for plan in plans], dtype=np.int32)  # (images, 4)
+        corners, shapes = list(windows[:, :2]), list(windows[:, 2:])
         if not self._resized_by_dali:
             return corners, shapes
         flips = np.array([plan.flip for plan in plans])

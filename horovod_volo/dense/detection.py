@@ -26,10 +26,10 @@ from horovod_volo.models.sync_batch_norm import synchronize_norms
 class DetectionLearner(DenseLearner):
     """SSD and its losses."""
 
-    loss_names = DetectionLoss._fields
+    loader_of, evaluation_of, loss_names = BoxTrainLoader, BoxEvaluation, DetectionLoss._fields
 
-    def __init__(self, context: RankContext, *parts: Any) -> None:
-        super().__init__(context, *parts)
+    def __init__(self, context: RankContext, data: DenseData, network: Any) -> None:
+        super().__init__(context, data, network)
         self._anchors = build_anchors(anchor_rule(context.config.model.img_size), context.device)
 
     def loss(self, outputs: tuple[Tensor, Tensor], batch: DenseBatch) -> DetectionLoss:
@@ -40,7 +40,7 @@ class DetectionLearner(DenseLearner):
 class DetectionTask(DenseTask):
     scores = ("ap", "ap50")
     score_names = ("AP", "AP at IoU 0.5")
-    train_batches, learner, evaluation = BoxTrainLoader, DetectionLearner, BoxEvaluation
+    learner = DetectionLearner
     list_split = staticmethod(list_boxes)
 
     def decoder_messages(self, config: Config) -> list[str]:

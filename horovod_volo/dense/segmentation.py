@@ -21,7 +21,7 @@ from horovod_volo.engine.task import check_classes
 class SegmentationLearner(DenseLearner):
     """UperNet and its losses."""
 
-    loss_names = PixelLosses._fields
+    loader_of, evaluation_of, loss_names = SceneTrainLoader, SceneEvaluation, PixelLosses._fields
 
     def loss(self, outputs: tuple[Tensor, Tensor], batch: DenseBatch) -> PixelLosses:
         return pixel_losses(*outputs, *batch.targets)
@@ -30,7 +30,7 @@ class SegmentationLearner(DenseLearner):
 class SegmentationTask(DenseTask):
     scores = ("miou", "pixel_accuracy")
     score_names = ("mean IoU", "pixel accuracy")
-    train_batches, learner, evaluation = SceneTrainLoader, SegmentationLearner, SceneEvaluation
+    learner = SegmentationLearner
     list_split = staticmethod(open_scenes)
 
     def complete(self, config: Config) -> Config:

@@ -91,18 +91,15 @@ class Evaluation(ABC):
 class DenseLearner(Learner[DenseBatch, tuple[Tensor, Tensor]]):
     """The network of a run and its losses, fed by its loaders."""
 
-    def __init__(
-        self,
-        context: RankContext,
-        data: DenseData,
-        network: Any,
-        train_loader: TrainBatches,
-        evaluation: Evaluation,
-    ) -> None:
+    loader_of: Callable[[Any, RankContext], TrainBatches]  # of a list of images
+    evaluation_of: Callable[[Any, RankContext], Evaluation]
+
+    def __init__(self, context: RankContext, data: DenseData, network: Any) -> None:
         """`training_logits` of the network, given images and a seed, are its outputs in training."""
         self.context, self.network, self._data = context, network, data
-        self.train_loader, self.evaluation = train_loader, evaluation
-        self.bad_held_out = evaluation.bad_samples
+        self.train_loader = self.loader_of(data.train, context)
+        self.evaluation = self.evaluation_of(data.held_out, context)
+        self.bad_held_out = self.evaluation.bad_samples
         self._pictures = EvaluationPictures(_PICTURES if context.world.is_rank_zero else 0)
 
     def forward(self, batch: DenseBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
@@ -128,9 +125,7 @@ class DenseTask(Task, ABC):
     """A task whose networks predict pixels or boxes; its parts are named by the attributes."""
 
     score_names: Sequence[str]  # of `scores`, for people
-    train_batches: Callable[[Any, RankContext], TrainBatches]  # of a list of images
-    evaluation: Callable[[Any, RankContext], Evaluation]
-    learner: Callable[..., DenseLearner]
+    learner: type[DenseLearner]
     list_split: Callable[[Path, Split], Any]  # of a data folder; raises UserError if it has no images
 
     @abstractmethod
@@ -173,9 +168,7 @@ class DenseTask(Task, ABC):
     ) -> DenseLearner:
         if config.model.sync_bn != "none":
             connect_norms(network, world)
-        context = RankContext(config, world, resources)
-        train_loader = self.train_batches(data.train, context)
-        return self.learner(context, data, network, train_loader, self.evaluation(data.held_out, context))
+        return self.learner(RankContext(config, world, resources), data, network)
 
     def build(self, config: Config, num_classes: int) -> Network:
         network, heads = self.build_network(config, num_classes)

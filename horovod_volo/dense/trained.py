@@ -94,7 +94,7 @@ def evaluate(request: Namespace, world: World, progress: Progress) -> Evaluated:
     resources = rank_resources(world)
     network.to(resources.device)
     prepare_precision(network, request.precision, resources.device)
-    evaluation = task.evaluation(images, RankContext(config, world, resources))
+    evaluation = task.learner.evaluation_of(images, RankContext(config, world, resources))
     evaluation.views = Views(tuple(request.scales), request.flip)
     evaluation.predictions = Path(request.predictions) if request.predictions else None
     own, done = len(range(world.rank, len(images), world.size)), count(1)
