@@ -60,11 +60,8 @@ def measure_boxes(
         "images": [{"id": image} for image in images],
         "categories": [{"id": number} for number in range(num_classes)],
     }
-    areas, crowd = truths.areas.tolist(), truths.crowd.tolist()
-    true_rows = [
-        row | {"area": area, "iscrowd": int(each)}
-        for row, area, each in zip(_rows(truths), areas, crowd, strict=True)
-    ]
+    described = zip(_rows(truths), truths.areas.tolist(), truths.crowd.tolist(), strict=True)
+    true_rows = [row | {"area": area, "iscrowd": int(crowd)} for row, area, crowd in described]
     found_rows = [
         row | {"area": row["bbox"][2] * row["bbox"][3], "iscrowd": 0, "score": score}
         for row, score in zip(_rows(predictions), predictions.scores.tolist(), strict=True)

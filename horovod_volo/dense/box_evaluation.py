@@ -137,13 +137,8 @@ def truths_of(images: BoxList, usable: NDArray[np.int64]) -> BoxTruths:
     rows = [images.rows(index) for index in usable.tolist()]
     numbers = np.concatenate([np.arange(row.start, row.stop) for row in rows])
     counts = [row.stop - row.start for row in rows]
-    return BoxTruths(
-        np.repeat(usable, counts),
-        truths.boxes[numbers],
-        truths.classes[numbers],
-        truths.crowd[numbers],
-        truths.areas[numbers],
-    )
+    columns = (truths.boxes, truths.classes, truths.crowd, truths.areas)
+    return BoxTruths(np.repeat(usable, counts), *(column[numbers] for column in columns))
 
 
 def _joined(parts: list[BoxPredictions]) -> BoxPredictions:
