@@ -66,8 +66,11 @@ class SceneTrainLoader(DenseBatches):
             height, width = levels.shape[1:]
             torch.sub(levels, self._mean, out=images[number, :, :height, :width]).div_(self._std)
 
-        on_host = images.device.type == "cpu"
-        list((self._transform_threads.map if on_host else map)(transform, range(len(windows))))
+        if images.device.type == "cpu":
+            self._transform_threads.map(transform, range(len(windows)))
+        else:
+            for number in range(len(windows)):
+                transform(number)
         return images
 
 

@@ -40,6 +40,7 @@ def test_a_wrong_loss_is_not_measured(monkeypatch):
         ("loader --images 9 --batch-size 1000", "9 images are no batch of 1000. Use --batch-size 9"),
         ("gpu d7 --out /dev/null/out", "The parts are ceilings, d1"),
         ("simulate --fabrics string", "a100-hdr"),
+        ("race photos --timm /dev", "/dev has no train.py. Clone huggingface/pytorch-image-models"),
         ("simulate --models volo_demo", "volo_d1"),
     ],
 )

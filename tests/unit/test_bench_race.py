@@ -23,8 +23,6 @@ def test_a_run_is_timed_from_its_command_to_its_evaluation(tmp_path: Path) -> No
     assert figures["ours: to 0 %"].value > 0.5  # starting takes longer
     with pytest.raises(UserError, match=r"a run that failed: .* --epochs none"):
         measure(str(tmp_path / "images"), seeds=(1,), ours="--epochs none")
-    with pytest.raises(UserError, match=r"has no train\.py"):
-        measure(str(tmp_path / "images"), timm=str(tmp_path))
 
 
 def test_the_times_of_both_sides_are_compared_seed_by_seed() -> None:
@@ -33,14 +31,12 @@ def test_the_times_of_both_sides_are_compared_seed_by_seed() -> None:
     assert figures["timm: to 60 %"] == 65
     assert figures["sooner than timm"] == (50 / 20 + 80 / 40) / 2
     assert figures["ours, when timm's run ends"] == (61 + 60) / 2
-    assert figures["timm: best top-1"] == 63
 
 
 def test_a_target_that_is_missed_has_no_time() -> None:
-    figures = {each.label: each for each in figures_of({"ours": OURS, "timm": TIMM}, 61)}
-    assert (figures["ours: runs to 61 %"].value, figures["ours: runs to 61 %"].unit) == (1, "of 2")
-    assert "timm: to 61 %" in figures
-    assert not {"ours: to 61 %", "sooner than timm"} & figures.keys()
+    figures = {each.label: each.value for each in figures_of({"ours": OURS, "timm": TIMM}, 61)}
+    assert (figures["ours: runs to 61 %"], figures["timm: runs to 61 %"]) == (1, 2)
+    assert {"ours: to 61 %", "timm: to 61 %", "sooner than timm"} & figures.keys() == {"timm: to 61 %"}
 
 
 def test_only_whole_lines_of_timms_summary_are_read(tmp_path: Path) -> None:

@@ -126,7 +126,6 @@ def goes_on_as_a_whole_run(start: Start, **settings: Any) -> TrainContext:
 
 
 def test_images_grow_from_where_they_were(start: Start) -> None:
-    """Of the three steps, two have smaller images."""
     growing = {"first_size": 16, "full_size_after": 0.5, "mix_token": True, "token_label": True}
     context, _ = start(**growing, stop_at_step=1)
     assert not loop.fit(context)
