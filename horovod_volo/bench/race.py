@@ -81,9 +81,9 @@ def timm_command(data: str, output: Path, seed: int, timm: str, flags: Sequence[
 
 
 def our_scores(file: Path) -> list[float]:
-    """Return the top-1 of each evaluation so far, of the averaged weights if they are better."""
+    """Return the top-1 of each evaluation so far, of the averaged weights if there are any, as timm's is."""
     records = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-    return [max(each["top1"], each.get("ema_top1", 0.0)) for each in records if "top1" in each]
+    return [each.get("ema_top1", each["top1"]) for each in records if "top1" in each]
 
 
 def timm_scores(file: Path) -> list[float]:

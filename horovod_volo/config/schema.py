@@ -117,7 +117,12 @@ class Model:
     first_size: CountOrZero = setting(
         0,
         "side of training images at first, which grows in equal steps to --img-size; 0: --img-size",
-        idle=("without --task classification",),
+        excludes={
+            "--task [sd]*": "{flag} is for --task classification. Drop one of them.",
+            "--compile": "{flag} would have the blocks compiled at each size. Drop one of them.",
+            "--early-stop": "Accuracy rises late while images grow. Drop {flag}, or --early-stop.",
+            "--reproducible": "{flag} resizes position embeddings, on a GPU not reproducibly. Drop one.",
+        },
     )
     full_size_after: BelowOne = setting(
         0.5, "part of all steps in which training images grow", idle=("without --first-size",)

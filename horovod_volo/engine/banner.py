@@ -23,7 +23,8 @@ from horovod_volo.monitor.logger import RunDescription
 # Settings by which runs are compared. They are the same for all runs: TensorBoard takes the columns of its
 # table from one of them.
 _COMPARED = (
-    *("model", "img_size", "finetune", "drop_path", "precision", "batch_size", "epochs", "warmup_epochs"),
+    *("model", "img_size", "first_size", "finetune", "drop_path", "precision", "batch_size"),
+    *("epochs", "warmup_epochs"),
     *("opt", "weight_decay", "ema_decay", "sched", "aa", "reprob", "mixup"),
     *("token_label", "mix_token", "smoothing", "seed"),
 )

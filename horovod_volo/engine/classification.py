@@ -44,7 +44,8 @@ class Classification:
     def complete(self, config: Config) -> Config:
         config = open_settings.fit_to_model(config)
         build.check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
-        check_first_size(config.model, build.spec_of(config.model.model).stride)
+        if not config.chooses_model:
+            check_first_size(config.model, build.spec_of(config.model.model).stride)
         if config.model.sync_bn == "heads":
             raise UserError("--sync-bn heads is for segmentation and detection. Use --sync-bn all, or none.")
         LOSSES.find(config.objective.loss)
@@ -145,6 +146,7 @@ class ClassificationLearner(Learner[TrainBatch, Logits]):
         self.criterion: Callable[[int], Loss] = cache(
             lambda side: build_loss(config.objective, classes, tokens(side))
         )
+        self.criterion(config.model.img_size)  # a mistake in its settings is one before the run begins
         self.autocast = autocast(config.model.precision, resources.device)
         self.confusions: Confusions = {}  # of the better network of the last evaluation
 

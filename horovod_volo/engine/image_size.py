@@ -15,8 +15,8 @@ def check_first_size(settings: Model, stride: int) -> None:
     first, full = settings.first_size, settings.img_size
     if first and not stride:
         raise UserError(
-            f"--first-size needs a network that takes images of any size, and {settings.model} does not. "
-            "Drop it, or use --model volo_d1, another VOLO or an LV-ViT."
+            f"--first-size is for networks with tokens, and {settings.model} has none. Drop it, or use "
+            "--model volo_d1, another VOLO or an LV-ViT."
         )
     if first and (first % stride or not stride <= first < full):
         raise UserError(

@@ -19,7 +19,6 @@ def test_a_run_is_timed_from_its_command_to_its_evaluation(tmp_path: Path) -> No
         each.label: each
         for each in measure(str(tmp_path / "images"), target=0, seeds=(1,), ours=flags).figures
     }
-    assert list(figures) == ["ours: runs to 0 %", "ours: best top-1", "ours: to 0 %"]
     assert figures["ours: to 0 %"].value > 0.5  # starting takes longer
     with pytest.raises(UserError, match=r"a run that failed: .* --epochs none"):
         measure(str(tmp_path / "images"), seeds=(1,), ours="--epochs none")

@@ -131,6 +131,8 @@ def test_images_grow_from_where_they_were(start: Start) -> None:
     assert not loop.fit(context)
     assert context.learner.side(1) == 16
     assert "model_tflops" not in (context.folder / METRICS).read_text()
+    with pytest.raises(AllRanksError, match=r"Give --first-size 16 --full-size-after 0\.5, or start"):
+        start(resume="auto", **growing | {"full_size_after": 0.3})
     assert goes_on_as_a_whole_run(start, **growing).learner.side(3) == 32
     assert "model_tflops" in (context.folder / METRICS).read_text()
 

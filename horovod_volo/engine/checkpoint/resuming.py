@@ -21,7 +21,8 @@ from horovod_volo.models.weights import AUX_HEAD
 from horovod_volo.models.weights_header import statistics_of_run
 
 _OF_THE_MODEL = "of the model"
-_OF_FLAGS = ("model", "model_kwargs", "freeze", "image_decoder", "seed", "aug_repeats", "ema_warmup")
+_OF_FLAGS = {"model", "model_kwargs", "first_size", "freeze", "image_decoder", "seed"}
+_OF_FLAGS |= {"aug_repeats", "ema_warmup"}
 
 
 def checkpoint_to_resume(config: Config, world: World, task: Task, train: Samples) -> Path | None:
@@ -94,9 +95,11 @@ def _without_aux_head(saved: files.StateDicts) -> files.StateDicts:
 
 def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -> dict[str, Any]:
     """Return the settings that samples, their order and the tensors of the state depend on."""
+    first = config.model.first_size
     return {
         "model": config.model.model,
         "img_size": config.model.img_size,
+        "first_size": f"{first} --full-size-after {config.model.full_size_after}" if first else "",
         "seed": config.run.seed,
         "images": len(train),
         "classes": len(train.classes),
@@ -139,6 +142,7 @@ def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
         "balance": 0.0,
         "aug_repeats": 0,
         "micro_batch": 0,
+        "first_size": "",
         "model_kwargs": "",
         "freeze": "",
     }
