@@ -11,7 +11,6 @@ explains, as a mistake in settings or data; 1 any other failure.
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
@@ -47,8 +46,9 @@ def _print_dry_run(request: Request) -> int:
     """Print the dry run on rank 0. Horovod is not started, so no rank waits for another."""
     launch = read_launch_env()
     if launch.rank == 0:
-        preview = import_module("horovod_volo.dry_run").dry_run  # a run does not import it
-        print(preview(request.config, resolve_ranks(request.ranks) or launch.size))
+        from horovod_volo.dry_run import dry_run  # a run does not import it
+
+        print(dry_run(request.config, resolve_ranks(request.ranks) or launch.size))
     return DONE
 
 

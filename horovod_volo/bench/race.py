@@ -64,7 +64,8 @@ def measure(
                     scores = partial(timm_scores, output / "run" / "summary.csv")
                 curve = watched(command, scores, output)
                 found[side].append(curve)
-                print(f"{side}, seed {seed}: {described(curve, target)}", file=sys.stderr, flush=True)
+                points = " ".join(f"{each.seconds:.1f} s {each.top1:.2f} %" for each in curve)
+                print(f"{side}, seed {seed}: {points}", file=sys.stderr, flush=True)
     title = f"wall time to a top-1 of {target:g} % on {Path(data).name}, seeds {' '.join(map(str, seeds))}"
     return Result(f"race {Path(data).name} {ours}", title, figures_of(found, target))
 
@@ -124,11 +125,6 @@ def seconds_to(curve: Curve, target: float) -> float:
 def best_until(curve: Curve, seconds: float) -> float:
     """Return the best top-1 of the evaluations in the first seconds."""
     return max((each.top1 for each in curve if each.seconds <= seconds), default=0.0)
-
-
-def described(curve: Curve, target: float) -> str:
-    points = " ".join(f"{each.seconds:.0f} s {each.top1:.2f}" for each in curve)
-    return f"{target:g} % after {seconds_to(curve, target):.1f} s of {curve[-1].seconds:.1f} s ({points})"
 
 
 def figures_of(found: dict[str, list[Curve]], target: float) -> list[Figure]:

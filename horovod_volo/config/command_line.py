@@ -65,7 +65,8 @@ class _Help(argparse.Action):
 
 def settings_chosen() -> set[str]:
     """Return what a run without a model and a recipe chooses (engine/open_settings.py), or names."""
-    return {"name", "fit_head", "freeze", *load_recipe("finetune_folder"), *load_recipe("demo")}
+    of_recipes = load_recipe("finetune_folder") | load_recipe("demo")
+    return {"name", "fit_head", "freeze", "model_kwargs", *of_recipes}
 
 
 def _show_values(parser: Parser, namespace: argparse.Namespace) -> None:

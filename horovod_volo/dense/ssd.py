@@ -75,7 +75,9 @@ class SSD(nn.Module):
         )
         return boxes, logits
 
-    training_logits = forward
+    def training_logits(self, images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        outputs: tuple[Tensor, Tensor] = self(images, seed)
+        return outputs
 
     def no_weight_decay(self) -> set[str]:
         exempt = getattr(self.backbone, "no_weight_decay", set)

@@ -210,3 +210,12 @@ def test_the_evaluations_to_come(every: int) -> None:
     length = RunLength(0, 50, 10, every)
     for step in range(51):
         assert length.evaluations_after(step) == sum(each > step for each in due)
+
+
+def test_between_log_points_a_line_comes_every_30_seconds_in_a_file(clock, capsys):
+    progress = TrainingProgress(RunLength(0, 1000, 100, 1))
+    train(progress, clock, range(1, 12), 4.0)
+    assert capsys.readouterr().out == "step 8/1000   1 %  epoch 0.08 of 10  1:06:08 left\n"
+    progress.format(11, VALUES)
+    train(progress, clock, range(12, 17), 4.0)
+    assert capsys.readouterr().out == f"step 16/1000   2 %  epoch 0.16 of 10  {LOGGED}  1:05:36 left\n"

@@ -43,13 +43,3 @@ def test_points_are_where_the_axes_say(is_log: bool) -> None:
     (figure,) = [found for tag, found in page.elements if tag == "figure"]
     (said,) = json.loads(figure["data-points"])["curves"]
     assert said["y"] == [f"{y:#.4g} units" for y in values]
-
-
-def test_long_curves_are_thinned_and_keep_their_spikes() -> None:
-    points = [(number / 100, 1.0) for number in range(10_000)]
-    points[3_333] = (33.33, 9.0)
-    page = chart_of(Curve("run", [(x, 1.0) for x, _ in points], raw=points))
-    paths = {found["class"]: places(found["d"]) for tag, found in page.elements if tag == "path"}
-    assert all(len(path) <= 242 for path in paths.values())
-    assert len({y for _, y in paths["raw c0"]}) == 2
-    assert paths["curve c0"][-1][0] == pytest.approx(paths["raw c0"][-1][0], abs=0.2)
