@@ -6,7 +6,6 @@ starting, reading images and all evaluations count. A run goes on to its end, fo
 """
 
 import csv
-import json
 import shlex
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import numpy as np
 
 from horovod_volo.bench.results import Figure, Flag, Result
 from horovod_volo.core.errors import UserError
-from horovod_volo.monitor.logger import METRICS
+from horovod_volo.monitor.logger import EVALUATION, METRICS, kind_of, read_metrics
 
 _POLL_SECONDS = 0.1
 _LAST_LINES = 15  # of the output of a run that fails
@@ -50,10 +49,10 @@ def measure(
         raise UserError(
             f"{timm} has no train.py. Clone huggingface/pytorch-image-models, and name its folder."
         )
-    data, found = str(Path(data).resolve()), dict[str, list[Curve]](ours=[], timm=[])
+    data, sides = str(Path(data).resolve()), ("ours", "timm") if timm else ("ours",)
+    found: dict[str, list[Curve]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
         for number, seed in enumerate(seeds):
-            sides = ("ours", "timm") if timm else ("ours",)
             for side in sides if number % 2 == 0 else reversed(sides):
                 output = Path(folder) / f"{side}_{seed}"
                 if side == "ours":
@@ -83,8 +82,8 @@ def timm_command(data: str, output: Path, seed: int, timm: str, flags: Sequence[
 
 def our_scores(file: Path) -> list[float]:
     """Return the top-1 of each evaluation so far, of the averaged weights if there are any, as timm's is."""
-    records = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-    return [each.get("ema_top1", each["top1"]) for each in records if "top1" in each]
+    evaluations = (each for each in read_metrics(file) if kind_of(each) == EVALUATION)
+    return [float(each["ema_top1" if "ema_top1" in each else "top1"]) for each in evaluations]
 
 
 def timm_scores(file: Path) -> list[float]:
@@ -133,12 +132,11 @@ def figures_of(found: dict[str, list[Curve]], target: float) -> list[Figure]:
     for side, curves in found.items():
         times[side] = [seconds for each in curves if (seconds := seconds_to(each, target)) < float("inf")]
         best = [best_until(each, float("inf")) for each in curves]
-        if curves:
-            figures.append(Figure(f"{side}: runs to {target:g} %", len(times[side]), f"of {len(curves)}"))
-            figures.append(Figure.of(f"{side}: best top-1", best, "%"))
-        if curves and len(times[side]) == len(curves):
+        figures.append(Figure(f"{side}: runs to {target:g} %", len(times[side]), f"of {len(curves)}"))
+        figures.append(Figure.of(f"{side}: best top-1", best, "%"))
+        if len(times[side]) == len(curves):
             figures.append(Figure.of(f"{side}: to {target:g} %", times[side], "s"))
-    if found["timm"]:
+    if "timm" in found:
         ends = [curve[-1].seconds for curve in found["timm"]]
         at_equal_time = [best_until(*each) for each in zip(found["ours"], ends, strict=True)]
         figures.append(Figure.of("ours, when timm's run ends", at_equal_time, "%"))
