@@ -53,6 +53,7 @@ class Watchdog:
         self.heartbeat = Heartbeat(shared)
         self._limit = limit or _FIRST_STEP_SECONDS
         self.heartbeat.watch(self._limit)
+        self.heartbeat.begin("connecting to other ranks")
         self._stacks = os.memfd_create("stacks")
         # Its handler is written in C: it runs without Python's lock.
         faulthandler.register(DUMP, file=self._stacks, all_threads=True)

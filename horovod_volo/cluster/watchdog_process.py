@@ -65,7 +65,7 @@ class Watch:
             self._answer(progress)
             return False
         if not self._hosts:
-            doing = self._stopped_state() or "does not connect, or waits for one that does not"
+            doing = self._stopped_state() or f"hangs {progress.doing}, or waits for one that does"
             self._say(f"error: {self._own_name} {doing}, for {progress.limit:g} s (--hang-timeout).")
             return self._kill()
         if self._next_look < float("inf"):

@@ -17,7 +17,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from horovod_volo.cluster.collectives import leave_ranks, listen_for_hosts
+from horovod_volo.cluster.collectives import listen_for_hosts
 from horovod_volo.cluster.pinning import autotunes
 from horovod_volo.core.errors import UserError
 
@@ -82,11 +82,10 @@ class ElasticJob:
         self.hosts_changed = True
 
     def join(self) -> None:
-        """Leave the ranks of before; wait for this process's rank, and until the processes of all are there.
+        """Wait for this process's rank, and until the processes of all are there.
 
         Raise RemovedError if this host has left the job, and DriverLostError if horovodrun does not answer.
         """
-        leave_ranks()
         # The launcher gave the first rank in the environment.
         has_rank, self._is_first = self._is_first, False
         while not (has_rank and self._all_there()):

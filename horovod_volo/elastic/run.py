@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horovod_volo.cluster.binding import Binding
+from horovod_volo.cluster.collectives import leave_ranks
 from horovod_volo.cluster.entry import FAILED, LOST, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.watchdog import Watchdog
@@ -138,6 +139,8 @@ def train_elastic(config: Config, watchdog: Watchdog, bound: Binding, train: Tra
     """Train with the ranks that there are, as often as these change; return the exit status."""
     elastic = ElasticRun(ElasticJob())
     while True:
+        watchdog.heartbeat.begin("leaving the ranks of before")
+        leave_ranks()
         watchdog.heartbeat.watch(0.0)  # the driver waits for other hosts as long as it has been told to
         try:
             elastic.job.join()
@@ -150,6 +153,7 @@ def train_elastic(config: Config, watchdog: Watchdog, bound: Binding, train: Tra
             print_error(f"rank {read_launch_env().rank} stops: {error}")
             return FAILED
         watchdog.watch_ranks(read_launch_env().rank, [], Path())
+        watchdog.heartbeat.begin("connecting to other ranks")
         work = partial(elastic.train, config, watchdog=watchdog, train=train)
         status = run_on_ranks(work, bound, by_flag(config), ranks_change=True)
         if status != LOST:

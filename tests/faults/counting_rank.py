@@ -31,6 +31,7 @@ from horovod_volo.cluster.stop_signals import exit_at_once
 from horovod_volo.core.rng import Purpose, bits_of_samples
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
 from horovod_volo.elastic import job
+from horovod_volo.elastic import run as elastic_run
 from horovod_volo.elastic.job import ElasticJob
 from horovod_volo.engine import run, run_lock
 from horovod_volo.engine.callbacks import Callback
@@ -300,7 +301,7 @@ def hasten(host: str) -> None:
     run.collect_environment = dict
     watchdog.Watchdog = lambda *_, **__: watchdog.NoWatchdog()
     world.HorovodCollectives = SocketCollectives
-    job.leave_ranks, job.listen_for_hosts = SocketCollectives.leave, _listen
+    elastic_run.leave_ranks, job.listen_for_hosts = SocketCollectives.leave, _listen
     this_process = run_lock._this_process
     run_lock._this_process = lambda: this_process() | {"host": host, "boot": host}
 

@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import weakref
 from pathlib import Path
 
@@ -82,6 +83,20 @@ def test_a_rank_that_hangs_is_replaced(images, tmp_path):
         assert trial.formations() == [2, 1, 2]
         assert trial.output.count("so the run goes on without these ranks: rank 1 on ") == 1
         assert "1 of 2 ranks wait for others" in trial.output
+
+
+@pytest.mark.soak
+def test_a_rank_that_hangs_when_another_is_lost_is_replaced(images, tmp_path):
+    hosts = f"{HOSTS},{socket.gethostname()}:1"
+    flags = ("--global-batch", "10", "--epochs", "100000", "--hang-timeout", "20")
+    faulty = ("--plugin", "tests.faults.injected")
+    with on_this_machine(tmp_path, images, hosts, *flags, *faulty, INJECTED_FAULT="1::never-leave") as trial:
+        trial.train_on(3)
+        variables = {host: Path(f"/proc/{process}/environ") for host, process in trial.ranks().items()}
+        (other,) = (host for host, file in variables.items() if "HOROVOD_RANK=2" in file.read_text())
+        trial.signal_rank(other, signal.SIGKILL)
+        trial.train_on(3, formations=2, seconds=180)
+        assert trial.output.count("while leaving the ranks of before") == 1
 
 
 @pytest.mark.soak
