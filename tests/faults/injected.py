@@ -133,7 +133,7 @@ def _learn_late() -> None:
 
 
 def _never_leave() -> None:
-    """Wait for ever in the call that ends this rank's part in the others, but not before they have trained."""
+    """Wait for ever in the call that ends this rank's part in others, but not before they have trained."""
     from horovod_volo.elastic import run as elastic_run
 
     elastic_run.leave_ranks = lambda: time.sleep(600 if _reducers else 0)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.faults.counting_rank import SAMPLES, STALE_SECONDS, process_state, states_of_checkpoints
+from tests.faults.counting_rank import SAMPLES, STALE_SECONDS, process_state
 from tests.faults.judge import DONE, History, RunPlan, parsed, read_history
 from tests.ranks.forking import fork
 
@@ -190,7 +190,7 @@ def run(folder: Path, schedule: Schedule, states: Sequence[str] = ()) -> History
     try:
         small.play()
         small.wait()
-        return read_history(folder, PLAN, states, states_of_checkpoints(small.runs / "run"))
+        return read_history(folder, PLAN, states)
     finally:
         small.close()
 

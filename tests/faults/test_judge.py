@@ -31,18 +31,21 @@ def test_a_legal_history_is_accepted(legal: History) -> None:
     assert sum("ranks" in record for record in legal.ledger) >= 3
 
 
-def of(kind: str, index: int, forge: Callable[[Record], Record | None]) -> Forgery:
-    """Return the forgery of an event, or of a line of the ledger with `kind`; None leaves it out."""
+def of(kind: str, index: int, forge: Callable[[Record], Record] | None = None) -> Forgery:
+    """Return the forgery of an event, or of a line of the ledger with `kind`; without `forge` it is gone."""
 
     def forged(history: History) -> History:
         part = "ledger" if kind in ("steps", "hosts") else "events"
         records = list(getattr(history, part))
         place = [number for number, each in enumerate(records) if kind in (each.get("event"), *each)][index]
-        change = forge(records[place])
-        records[place : place + 1] = [] if change is None else [records[place] | change]
+        records[place : place + 1] = [records[place] | forge(records[place])] if forge else []
         return history._replace(**{part: records})
 
     return forged
+
+
+def all_of(part: str, forge: Callable[[Any], Any]) -> Forgery:
+    return lambda history: history._replace(**{part: forge(getattr(history, part))})
 
 
 def resumed_from_older(history: History) -> History:
@@ -61,73 +64,50 @@ def two_writers(history: History) -> History:
     return history._replace(events=[*history.events[: second + 1], written, *history.events[second + 1 :]])
 
 
-def with_newest(**states: str) -> Forgery:
-    """Return the forgery of the newest checkpoint that is left: it is gone, or has another state."""
-
-    def forged(history: History) -> History:
-        newest = max(history.checkpoints)
-        others = {step: state for step, state in history.checkpoints.items() if step != newest}
-        return history._replace(checkpoints=others | dict.fromkeys([newest] * len(states), *states.values()))
-
-    return forged
-
-
-def with_first_points(*steps: int) -> Forgery:
-    return lambda history: history._replace(metrics=[*steps, *history.metrics[2:]])
-
-
-def logged_again(history: History) -> History:
-    place = next(number for number, line in enumerate(history.log) if line.startswith("step "))
-    return history._replace(log=[*history.log[: place + 1], *history.log[place:]])
-
-
-def done_early(history: History) -> History:
-    short = [each for each in history.ledger if each.get("steps", [each.get("step")])[-1] < PLAN.steps]
-    return history._replace(ledger=short)
-
-
-def done_unsaved(history: History) -> History:
-    return history._replace(events=[each for each in history.events if each.get("step") != PLAN.steps])
-
-
-def stopped_unsaved(history: History) -> History:
-    return history._replace(log=[], output=history.output.replace("and saved", "and ended"))
-
-
-def unnamed(history: History) -> History:
-    return of("exit", 0, lambda _: {"status": 1})(history._replace(output=""))
+def but_newest(checkpoints: dict[int, str]) -> dict[int, str]:
+    return {step: state for step, state in checkpoints.items() if step < PLAN.steps}
 
 
 OTHER = "not that of the undisturbed run"
-LIES: list[tuple[str, Forgery, str]] = [
-    ("an image twice", of("step", 3, lambda each: {"samples": each["samples"][:1] * 4}), "taken twice"),
-    ("an image left out", of("step", 3, lambda each: {"samples": each["samples"][1:]}), "left out"),
-    ("a step left out", of("step", 4, lambda each: {"step": each["step"] + 1}), "after step"),
-    ("steps missing in the ledger", of("steps", 1, lambda _: None), "follow step"),
-    ("a start after steps of nobody", of("hosts", 1, lambda each: {"step": each["step"] + 1}), "are missing"),
-    ("other samples", of("steps", 0, lambda each: {"checksums": [each["checksums"][0] ^ 1, 0]}), "differ"),
-    ("samples of another epoch", of("steps", 0, lambda each: {"epoch": each["epoch"] + 1}), "of epoch 1"),
-    ("another seed", of("hosts", 0, lambda each: {"seed": each["seed"] + 1}), "seed is 43"),
-    ("other ranks", of("hosts", 0, lambda _: {"ranks": 4, "hosts": ["a"] * 4}), "not those that began"),
-    ("ranks without hosts", of("hosts", 0, lambda _: {"hosts": ["a"]}), "not those that began"),
-    ("a checkpoint that is gone", with_newest(), "is gone"),
-    ("a resume from an older one", resumed_from_older, "had been published"),
-    ("two writers at one time", two_writers, "had the lock"),
-    ("other weights after a step", of("step", 5, lambda _: {"state": "0"}), OTHER),
-    ("other weights published", of("published", 1, lambda _: {"state": "0"}), OTHER),
-    ("other weights in a folder", with_newest(state="0"), "does not hold the state"),
-    ("done too early", done_early, "said to be done"),
-    ("done without the last checkpoint", done_unsaved, "exit status 0"),
-    ("log points out of order", with_first_points(2, 1), "step 1 follows step 2"),
-    ("a log point missing", with_first_points(1), r"\[2\] are missing"),
-    ("a log line twice", logged_again, "nothing was started in between"),
-    ("a stop that saved nothing", stopped_unsaved, "is of no stop"),
-    ("a crash", of("exit", 0, lambda _: {"status": -11}), "is not documented"),
-    ("an error without a name", unnamed, "without an error"),
-]
+LIES: dict[str, tuple[str | Forgery, ...]] = {  # what the judge says, and the forgeries
+    "an image twice": ("taken twice", of("step", 3, lambda each: {"samples": each["samples"][:1] * 4})),
+    "an image left out": ("left out", of("step", 3, lambda each: {"samples": each["samples"][1:]})),
+    "a step left out": ("took step .* after step", of("step", 4, lambda each: {"step": each["step"] + 1})),
+    "steps missing in the ledger": (r"steps is \[\d+, \d+\], not", of("steps", 1)),
+    "a start after steps of nobody": ("are missing", of("hosts", 1, lambda each: {"step": each["step"] + 1})),
+    "other samples": ("differ", of("steps", 0, lambda each: {"checksums": [each["checksums"][0] ^ 1, 0]})),
+    "samples of another epoch": ("epoch is 1", of("steps", 0, lambda each: {"epoch": each["epoch"] + 1})),
+    "another seed": ("seed is 43", of("hosts", 0, lambda each: {"seed": each["seed"] + 1})),
+    "other ranks": ("not those that began", of("hosts", 0, lambda _: {"ranks": 4, "hosts": ["a"] * 4})),
+    "ranks without hosts": ("ranks is 2, not 1", of("hosts", 0, lambda _: {"hosts": ["a"]})),
+    "a checkpoint that is gone": ("is gone", all_of("checkpoints", but_newest)),
+    "a resume from an older one": ("been published", resumed_from_older),
+    "two writers at one time": ("had the lock", two_writers),
+    "other weights after a step": (f"step: .* {OTHER}", of("step", 5, lambda _: {"state": "0"})),
+    "other weights published": (f"published: .* {OTHER}", of("published", 1, lambda _: {"state": "0"})),
+    "other weights in a folder": (OTHER, all_of("checkpoints", lambda left: left | {PLAN.steps: "0"})),
+    "done too early": ("said to be done", of("steps", -1)),
+    "done without the last checkpoint": ("exit status 0", of("published", -1)),
+    "log points out of order": ("1 follows step 2", all_of("metrics", lambda steps: [2, 1, *steps[2:]])),
+    "a log point missing": (r"\[2\] are missing", all_of("metrics", lambda steps: [1, *steps[2:]])),
+    "a log line twice": ("nothing was started", all_of("log", lambda log: f"{log}step {PLAN.steps}/")),
+    "a stop that saved nothing": (
+        "is of no stop",
+        all_of("log", lambda _: ""),
+        all_of("output", lambda text: text.replace("and saved", "and ended")),
+    ),
+    "a crash": ("is not documented", of("exit", 0, lambda _: {"status": -11})),
+    "an error without a name": (
+        "without an error",
+        of("exit", 0, lambda _: {"status": 1}),
+        all_of("output", lambda _: ""),
+    ),
+}
 
 
-@pytest.mark.parametrize(("lie", "forge", "named"), LIES, ids=[lie for lie, *_ in LIES])
-def test_a_forged_history_is_refused(legal: History, lie: str, forge: Forgery, named: str) -> None:
-    found = judge(forge(legal))
-    assert any(re.search(named, each) for each in found), (lie, found)
+@pytest.mark.parametrize("lie", LIES)
+def test_a_forged_history_is_refused(legal: History, lie: str) -> None:
+    named, *forgeries = LIES[lie]
+    for forge in forgeries:
+        legal = forge(legal)
+    assert re.search(named, found := "\n".join(judge(legal))), (lie, found)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.counting_rank import states_of_checkpoints
 from tests.faults.elastic_run import on_this_machine
 from tests.faults.judge import RunPlan, judge, read_history
 from tests.faults.schedules import draw, run, undisturbed
@@ -68,4 +67,4 @@ def test_elastic_ranks_of_horovod_leave_a_legal_history(
                 trial.signal_rank(host, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         assert trial.process.wait(240) == 0, trial.output
     plan = RunPlan(seed=42, images=60, global_batch=10, steps=150)
-    assert judge(read_history(tmp_path, plan, (), states_of_checkpoints(trial.run))) == []
+    assert judge(read_history(tmp_path, plan)) == []
