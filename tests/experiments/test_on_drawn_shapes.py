@@ -15,6 +15,8 @@ from horovod_volo.demo.demo_image import CLASSES
 from horovod_volo.demo.demo_set import make_demo_set
 from tests.runs import records, start
 
+DEMO = ("--recipe", "demo", "--opt", "adamw", "--lr-base", "0.002")
+
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,10 +42,10 @@ def print_accuracies(**accuracies: float) -> None:
 
 def test_fine_tuning_at_double_resolution_is_better(folder):
     labels = ("--token-label-data", str(folder / "images" / "token_labels"), "--ground-truth")
-    low = top1(folder, "coarse", "--recipe", "demo", "--img-size", "32", "--epochs", "3", *labels)
+    low = top1(folder, "coarse", *DEMO, "--img-size", "32", "--epochs", "3", *labels)
     fine = ("--img-size", "64", "--epochs", "4", "--warmup-epochs", "0", "--lr-base", "0.00125")
     start = ("--finetune", str(folder / "coarse" / "run"))
-    high = top1(folder, "fine", "--recipe", "demo", *fine, *start, *labels)
+    high = top1(folder, "fine", *DEMO, *fine, *start, *labels)
     print_accuracies(coarse=low, fine=high)
     assert low > 50
     assert high > low
@@ -67,7 +69,7 @@ def test_few_images_of_new_classes_need_weights_of_others(folder):
     others, new = (*CLASSES[0::2], CLASSES[1]), CLASSES[3::2]
     learned = str(copy_classes(folder, "others", others, 400))
     few = str(copy_classes(folder, "few", new, 20))
-    source = top1(folder, "source", "--recipe", "demo", "--epochs", "6", images=learned)
+    source = top1(folder, "source", *DEMO, "--epochs", "6", images=learned)
     small = ("--model", "volo_demo", "--img-size", "64", "--batch-size", "16", "--precision", "fp32")
     small += ("--epochs", "20", "--eval-batch-size", "50")
     start = ("--finetune", str(folder / "source" / "run"))

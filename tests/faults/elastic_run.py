@@ -16,7 +16,7 @@ from tests.ranks.launching import SCRIPTS, environment, processes, python
 
 GLOO_SECONDS = 5
 SETTINGS = ["--img-size", "32", "--batch-size", "4", "--warmup-epochs", "1", "--name", "run"]
-SETTINGS += ["--ema-decay", "0.9", "--drop-path", "0.2"]
+SETTINGS += ["--ema-decay", "0.9", "--drop-path", "0.2", "--opt", "adamw", "--lr-base", "0.002"]
 _POLL_SECONDS = 0.1
 _HOST = b"HOROVOD_HOSTNAME="
 
