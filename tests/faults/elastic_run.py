@@ -127,6 +127,7 @@ def on_this_machine(
     output = ("--output", str(folder / "runs"), "--log-every", "1", "--elastic")
     variables = environment(
         HOROVOD_GLOO_TIMEOUT_SECONDS=str(GLOO_SECONDS),
+        HOROVOD_ELASTIC_TIMEOUT="30",  # a driver that does not answer is named within the limits of a test
         OMP_NUM_THREADS="1",
         OMP_WAIT_POLICY="PASSIVE",
         **extra,
