@@ -52,6 +52,12 @@ def test_any_number_of_ranks_gives_the_same_bits(images, on_one_rank, tmp_path, 
     assert "each of 36 images was taken once" in check_ledger(tmp_path / "run")
 
 
+def test_muon_whose_matrices_are_shared(images, tmp_path):
+    for ranks in (1, 3):
+        start(images, tmp_path / str(ranks), "--opt", "muon", ranks=ranks)
+    assert_same_state(tmp_path / "1", tmp_path / "3")
+
+
 def test_without_the_switch_the_bits_differ(images, on_one_rank, tmp_path):
     """So equal bits above are no accident."""
     flags = (*SETTINGS, "--no-mix-token", "--drop-path", "0", "--global-batch", "12", "--batch-size")
