@@ -19,7 +19,7 @@ class Progress(NamedTuple):
     step: int = 0
     limit: float = 0.0  # seconds without a beat after which the rank hangs; 0: not watched
     waits: bool = False  # whether it waits for other ranks in a collective
-    stage: bytes = b""  # of the set-up; empty: steps
+    stage: bytes = b"connecting to other ranks"  # of the set-up; empty: steps
 
     @property
     def doing(self) -> str:

@@ -53,7 +53,6 @@ class Watchdog:
         self.heartbeat = Heartbeat(shared)
         self._limit = limit or _FIRST_STEP_SECONDS
         self.heartbeat.watch(self._limit)
-        self.heartbeat.begin("connecting to other ranks")
         self._stacks = os.memfd_create("stacks")
         # Its handler is written in C: it runs without Python's lock.
         faulthandler.register(DUMP, file=self._stacks, all_threads=True)
@@ -84,6 +83,7 @@ class Watchdog:
         except BrokenPipeError:
             print_error(f"warning: the watchdog of rank {rank} has ended: nobody notices if this rank hangs")
         self.heartbeat.watch(self._limit)
+        self.heartbeat.begin("connecting to other ranks")
 
     def close(self) -> None:
         """End the process."""

@@ -153,14 +153,12 @@ def train_elastic(config: Config, watchdog: Watchdog, bound: Binding, train: Tra
             print_error(f"rank {read_launch_env().rank} stops: {error}")
             return FAILED
         watchdog.watch_ranks(read_launch_env().rank, [], Path())
-        watchdog.heartbeat.begin("connecting to other ranks")
         work = partial(elastic.train, config, watchdog=watchdog, train=train)
         status = run_on_ranks(work, bound, by_flag(config), ranks_change=True)
         if status != LOST:
             return status
         gc.collect()  # the model and its buckets, before they are built again
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 LAUNCHES.register("elastic", train_elastic)

@@ -197,9 +197,8 @@ def resize_position_embedding(embedding: Tensor, old: tuple[int, int], grid: tup
 
     It is (1, rows, columns, channels), or (1, 1 + rows * columns, channels), whose first token stays.
     """
-    resized: Tensor
     if embedding.ndim == 4:
-        resized = resample_abs_pos_embed_nhwc(embedding, list(grid), antialias=False)
+        resized: Tensor = resample_abs_pos_embed_nhwc(embedding, list(grid), antialias=False)
     else:
         resized = resample_abs_pos_embed(embedding, list(grid), list(old), antialias=False)
     return resized

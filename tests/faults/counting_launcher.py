@@ -230,12 +230,12 @@ class CountingLauncher:
                 self._start(host, numbers)
 
     def _start(self, host: str, numbers: list[int]) -> None:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the child may be told of hosts before it listens
         process = os.fork()
         if process:
             self.processes[host] = process
             note(self.folder, "forked", of=process)
             return
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         for inherited in (self.hub, self.http.socket, *self.asked.values()):
             inherited.close()
         names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
