@@ -8,6 +8,7 @@ same counters. Changing a purpose's value or the hash changes the draws of all r
 """
 
 from enum import IntEnum, unique
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,7 @@ class Purpose(IntEnum):
 
 def random_bits(purpose: Purpose, *counters: int) -> int:
     """Return 64 random bits. It takes a few microseconds; seeding a generator takes tens."""
-    state = 0
-    for word in (purpose, *counters):
-        state = _next_state(state, word)
-    return state
+    return reduce(_next_state, (purpose, *counters), 0)
 
 
 def uniforms(count: int, purpose: Purpose, *counters: int) -> list[float]:
