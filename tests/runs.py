@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from tests.ranks.launching import train
 
+ADAMW = ("--opt", "adamw", "--lr-base", "0.002")  # not the demo's Muon, whose state is not sharded
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "1", "--warmup-epochs", "0")
-SMALL += ("--opt", "adamw", "--lr-base", "0.002")
+SMALL += ADAMW
 FINISHED, MISTAKE, STOPPED = 0, 2, 75
 FAILED = -1  # any status but those of a run that has finished or stopped
 

@@ -12,12 +12,12 @@ import pytest
 
 from tests.cluster.hosts import INTERFACE, SSH_PORT, EmulatedNetwork
 from tests.ranks.launching import SCRIPTS, launcher, python, run, started, wait_until
-from tests.runs import FINISHED, STOPPED, assert_same_state, state
+from tests.runs import ADAMW, FINISHED, STOPPED, assert_same_state, state
 
 pytestmark = pytest.mark.needs("ip", "sshd", "ssh", "unshare")
 
 GLOBAL_BATCH = 12
-SETTINGS = ("--img-size", "32", "--warmup-epochs", "1", "--eval-every", "8", "--name", "run")
+SETTINGS = ("--img-size", "32", "--warmup-epochs", "1", "--eval-every", "8", "--name", "run", *ADAMW)
 EPOCHS, STEPS = ("--epochs", "8"), 40  # 5 steps per epoch
 FEW_EPOCHS, FEW_STEPS = ("--epochs", "2"), 10
 OFTEN = ("--log-every", "1", "--checkpoint-every", "1", "--keep-checkpoints", "3")

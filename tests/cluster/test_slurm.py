@@ -9,10 +9,12 @@ import pytest
 
 from tests.cluster.slurm import Slurm, kill, running_slurm
 from tests.ranks.launching import wait_until
+from tests.runs import ADAMW
 
 pytestmark = pytest.mark.needs("slurmctld", "slurmd", "sbatch", "munged")
 
 SMALL = ("--img-size", "32", "--warmup-epochs", "0", "--clip-grad", "0", "--log-every", "1", "--workers", "1")
+SMALL += ADAMW
 TRAINER = "-m horovod_volo.train"
 STEP = r"^step \d+/"
 

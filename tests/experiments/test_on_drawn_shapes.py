@@ -13,9 +13,9 @@ import pytest
 
 from horovod_volo.demo.demo_image import CLASSES
 from horovod_volo.demo.demo_set import make_demo_set
-from tests.runs import records, start
+from tests.runs import ADAMW, records, start
 
-DEMO = ("--recipe", "demo", "--opt", "adamw", "--lr-base", "0.002")
+DEMO = ("--recipe", "demo", *ADAMW)
 
 
 @pytest.fixture(scope="module")

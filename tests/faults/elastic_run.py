@@ -13,10 +13,11 @@ from pathlib import Path
 
 from horovod_volo.elastic.ledger import LEDGER, read_ledger
 from tests.ranks.launching import SCRIPTS, environment, processes, python
+from tests.runs import ADAMW
 
 GLOO_SECONDS = 5
 SETTINGS = ["--img-size", "32", "--batch-size", "4", "--warmup-epochs", "1", "--name", "run"]
-SETTINGS += ["--ema-decay", "0.9", "--drop-path", "0.2", "--opt", "adamw", "--lr-base", "0.002"]
+SETTINGS += ["--ema-decay", "0.9", "--drop-path", "0.2", *ADAMW]
 _POLL_SECONDS = 0.1
 _HOST = b"HOROVOD_HOSTNAME="
 
