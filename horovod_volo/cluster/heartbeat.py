@@ -9,6 +9,7 @@ import struct
 from typing import Any, NamedTuple
 
 DUMP = signal.SIGUSR2  # makes the rank write its stacks
+CONNECTING = "connecting to other ranks"  # the first stage
 _FORMAT = struct.Struct("qqd?80s")
 
 
@@ -19,7 +20,7 @@ class Progress(NamedTuple):
     step: int = 0
     limit: float = 0.0  # seconds without a beat after which the rank hangs; 0: not watched
     waits: bool = False  # whether it waits for other ranks in a collective
-    stage: bytes = b"connecting to other ranks"  # of the set-up; empty: steps
+    stage: bytes = CONNECTING.encode()  # of the set-up; empty: steps
 
     @property
     def doing(self) -> str:

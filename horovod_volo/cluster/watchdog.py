@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from horovod_volo.cluster.heartbeat import DUMP, Heartbeat
+from horovod_volo.cluster.heartbeat import CONNECTING, DUMP, Heartbeat
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.core.errors import escape_controls, print_error
 
@@ -83,7 +83,7 @@ class Watchdog:
         except BrokenPipeError:
             print_error(f"warning: the watchdog of rank {rank} has ended: nobody notices if this rank hangs")
         self.heartbeat.watch(self._limit)
-        self.heartbeat.begin("connecting to other ranks")
+        self.heartbeat.begin(CONNECTING)
 
     def close(self) -> None:
         """End the process."""

@@ -133,7 +133,7 @@ def _from_weights(
 def _from_scratch(images: int, ranks: int, device: DeviceFacts) -> dict[str, Any]:
     if device.kind == "cpu":  # as the demo, but photographs take more augmentation than drawn shapes
         chosen, epochs = load_recipe("demo"), max(1, min(60, _IMAGES_ON_CPU // images))
-        chosen |= {"scale": (0.5, 1.0), "color_jitter": 0.2, "eval_every": 1}
+        chosen |= {"scale": (0.5, 1.0), "color_jitter": 0.2}
         chosen |= {"opt": "adamw", "lr_base": 2e-3, "min_lr": 2e-5, "warmup_lr": 2e-6}
     else:
         chosen = {"model": "volo_d1", "img_size": 224, "precision": device.precision}
