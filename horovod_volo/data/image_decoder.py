@@ -207,12 +207,11 @@ def _build(
 
 def resizing_inputs(
     horizontal: NDArray[np.bool_], vertical: NDArray[np.bool_], bicubic: NDArray[np.bool_]
-) -> tuple[list[NDArray[Any]], ...]:
-    """Return the further inputs of a training pipeline that resizes: flips and interpolations, (batch,)."""
-    dali = _dali()
-    flips = np.stack([horizontal, vertical], axis=1).astype(np.int32)  # (batch, 2)
-    filters = np.where(bicubic, int(dali.types.INTERP_CUBIC), int(dali.types.INTERP_LINEAR))
-    return list(flips), [np.array(number) for number in filters.astype(np.int32)]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the further inputs of a training pipeline that resizes: flips and interpolations of a batch."""
+    types = _dali().types
+    filters = np.where(bicubic, int(types.INTERP_CUBIC), int(types.INTERP_LINEAR)).astype(np.int32)
+    return np.stack([horizontal, vertical], axis=1).astype(np.int32), filters  # (batch, 2) and (batch,)
 
 
 def to_torch(images: Any) -> torch.Tensor:
