@@ -34,8 +34,10 @@ class PendingBatch:
 Pending = TypeVar("Pending", bound=PendingBatch)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Reading an image that is cached takes 0.1 ms, mostly in Python: several threads would wait for its lock.
-READING_ALONE_SECONDS = 0.005
+# Reading an image that is cached takes 0.1 ms, mostly in Python: several threads would wait for its lock, and
+# make the thread that starts a GPU's kernels wait for it.
+READING_ALONE_SECONDS = 3e-4
+_ITEMS_OF_PATIENCE = 16
 _CACHED_SECONDS = 2e-4  # of reading an image that is cached: 0.1 ms or less
 _READS_REMEMBERED = 4
 
@@ -221,7 +223,7 @@ class ImageThreadPool:
     ) -> list[Result]:
         """Apply a function to each item; an exception is raised after all threads have stopped.
 
-        Before the threads start, the caller works alone for `alone_seconds`, unless the last batch was slow.
+        The caller works alone while an item takes about `alone_seconds` or less, unless the last batch was slow.
         """
         positions = iter(range(len(batch)))  # shared: each thread takes the next one
 
@@ -229,14 +231,15 @@ class ImageThreadPool:
             return [(position, function(batch[position])) for position in positions]
 
         results, began = dict[int, Result](), perf_counter()
-        deadline = began + alone_seconds * self._is_quick
-        while perf_counter() < deadline and (position := next(positions, None)) is not None:
+        while self._is_quick and perf_counter() - began < alone_seconds * (_ITEMS_OF_PATIENCE + len(results)):
+            if (position := next(positions, None)) is None:
+                break
             results[position] = function(batch[position])
         workers = [self._pool.submit(work) for _ in range(min(self._threads, len(batch) - len(results)))]
         wait(workers)
         for worker in workers:
             results.update(worker.result())
-        self._is_quick = perf_counter() - began < 2 * alone_seconds
+        self._is_quick = perf_counter() - began < alone_seconds * (_ITEMS_OF_PATIENCE + len(batch))
         return [results[position] for position in range(len(batch))]
 
     def close(self) -> None:

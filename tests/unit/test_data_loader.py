@@ -231,13 +231,13 @@ def test_threads_take_over_from_a_slow_item(pool) -> None:
         time.sleep(0.01)
         return item, threading.get_ident()
 
-    items, done_by = zip(*pool.map(name, range(8), alone_seconds=0.001), strict=True)
+    items, done_by = zip(*pool.map(name, range(8), alone_seconds=1e-4), strict=True)
     assert items == tuple(range(8))
     assert done_by[0] == threading.get_ident()
     assert threading.get_ident() not in done_by[1:]
     assert len(set(done_by[1:])) == 2
     # The next batch does not wait for its first item.
-    assert threading.get_ident() not in [by for _, by in pool.map(name, range(8), alone_seconds=0.001)]
+    assert threading.get_ident() not in [by for _, by in pool.map(name, range(8), alone_seconds=1e-4)]
     # Quick items are processed alone again after one batch.
     pool.map(abs, range(8), alone_seconds=10)
     by = pool.map(lambda _: threading.get_ident(), range(8), alone_seconds=10)
