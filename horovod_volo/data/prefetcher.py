@@ -1,8 +1,7 @@
 """Prefetches batches: one thread reads them, DALI or Pillow decodes them, and they are returned in order.
 
 The reading thread stays some batches ahead of the pipeline, and the pipeline stays ahead of the consumer. On
-a CPU, the consumer reads while the images are cached: threads that mostly run Python would wait for each
-other.
+a CPU, the consumer reads while the images are cached: threads that run Python wait for each other.
 
 Invariant: a pipeline returns batches in the order in which it was fed, so the oldest entry of `_decoding`
 belongs to the next batch that it returns. Every batch fed to it is appended there exactly once.
@@ -34,10 +33,8 @@ class PendingBatch:
 Pending = TypeVar("Pending", bound=PendingBatch)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Reading an image that is cached takes 0.1 ms, mostly in Python: several threads would wait for its lock, and
-# make the thread that starts a GPU's kernels wait for it.
-READING_ALONE_SECONDS = 3e-4
-_ITEMS_OF_PATIENCE = 16
+# Reading a cached image takes 0.1 ms, mostly in Python, whose lock threads and a GPU's launches wait for.
+READING_ALONE_SECONDS, _ITEMS_OF_PATIENCE = 3e-4, 16
 _CACHED_SECONDS = 2e-4  # of reading an image that is cached: 0.1 ms or less
 _READS_REMEMBERED = 4
 
@@ -56,9 +53,8 @@ class BatchPrefetcher(Generic[Pending]):
     ) -> None:
         """Start the reading thread; the first batch builds the pipeline.
 
-        `depth` is the number of batches read ahead, `on_undecodable` is called with the index of each image
-        that cannot be decoded, `transform` turns what the pipeline decoded into the images of the batch,
-        `undecodable` finds the images that its library cannot decode.
+        `depth` is the number of batches read ahead, `transform` makes a batch's images of what was decoded,
+        `on_undecodable` is called with the index of each image that `undecodable` has found in a batch.
         """
         self._on_undecodable = on_undecodable
         self._build_pipeline = build_pipeline
@@ -157,13 +153,12 @@ class BatchPrefetcher(Generic[Pending]):
 
     def _restart_without_undecodable(self, cause: RuntimeError) -> None:
         """Report the images that cannot be decoded, read their batches again, and rebuild the pipeline."""
-        found = False
-        for _, pending in self._decoding:
-            for position in self._undecodable(pending.inputs[0]):
-                self._on_undecodable(int(pending.indices[position]))
-                found = True
+        batches = [pending for _, pending in self._decoding]
+        found = [each.indices[place] for each in batches for place in self._undecodable(each.inputs[0])]
         if not found:
             raise cause
+        for index in found:
+            self._on_undecodable(int(index))
         again = [(read, self._begin(read)) for read, _ in self._decoding]
         self._decoding.clear()
         self._reading.extendleft(reversed(again))
@@ -223,7 +218,7 @@ class ImageThreadPool:
     ) -> list[Result]:
         """Apply a function to each item; an exception is raised after all threads have stopped.
 
-        The caller works alone while an item takes about `alone_seconds` or less, unless the last batch was slow.
+        The caller works alone while an item takes about `alone_seconds`, unless the last batch was slow.
         """
         positions = iter(range(len(batch)))  # shared: each thread takes the next one
 
@@ -231,10 +226,10 @@ class ImageThreadPool:
             return [(position, function(batch[position])) for position in positions]
 
         results, began = dict[int, Result](), perf_counter()
-        while self._is_quick and perf_counter() - began < alone_seconds * (_ITEMS_OF_PATIENCE + len(results)):
-            if (position := next(positions, None)) is None:
-                break
+        for position in positions if self._is_quick and alone_seconds else ():
             results[position] = function(batch[position])
+            if perf_counter() - began > alone_seconds * (_ITEMS_OF_PATIENCE + len(results)):
+                break
         workers = [self._pool.submit(work) for _ in range(min(self._threads, len(batch) - len(results)))]
         wait(workers)
         for worker in workers:

@@ -46,7 +46,10 @@ def compile_blocks(model: nn.Module, backend: str | Call = "inductor") -> None:
     # Blocks of one class share their code, but torch recompiles it for each width and drop path rate.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     compiled: dict[Call, Call] = {}
-    for block in [*blocks, *_find_stems(model, blocks)]:
+    # A stem's batch norms are passes over the largest activations. Those over ranks are not compiled.
+    parts = ((child, set(child.modules())) for child in model.children())
+    stems = [child for child, own in parts if own.isdisjoint(blocks) and nn.BatchNorm2d in map(type, own)]
+    for block in blocks + stems:
         # A block whose branches have all images is compiled as a whole; otherwise drop path computes each
         # branch for a number of images that varies from step to step. All other sizes are constants.
         for name, varies in getattr(block, "compiled_methods", {"forward": False}).items():
@@ -72,14 +75,6 @@ def _call(
     if varies and not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(tokens, 0)
     return (compiled if block.training else uncompiled)(block, tokens, *others)
-
-
-def _find_stems(model: nn.Module, blocks: list[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the children without blocks that have batch norms of one rank: passes over large memory."""
-    for child in model.children():
-        modules = set(child.modules())
-        if modules.isdisjoint(blocks) and any(type(module) is nn.BatchNorm2d for module in modules):
-            yield child
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -74,8 +74,7 @@ def test_a_class_is_compiled_once_and_evaluation_not_at_all() -> None:
     compile_blocks(model, counter)
     backward(model)
     blocks = list(find_blocks(model))
-    kinds = [*blocks, model.patch_embed]
-    shapes = {(type(block), *(p.shape for p in block.parameters())) for block in kinds}
+    shapes = {(type(each), *(p.shape for p in each.parameters())) for each in [*blocks, model.patch_embed]}
     assert counter.frame_count == len(shapes) < len(blocks)
     assert list(model.state_dict()) == names
     backward(model)
