@@ -207,7 +207,7 @@ def _build(
 
 def resizing_inputs(
     horizontal: NDArray[np.bool_], vertical: NDArray[np.bool_], bicubic: NDArray[np.bool_]
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+) -> tuple[NDArray[np.int32], ...]:
     """Return the further inputs of a training pipeline that resizes: flips and interpolations of a batch."""
     types = _dali().types
     filters = np.where(bicubic, int(types.INTERP_CUBIC), int(types.INTERP_LINEAR)).astype(np.int32)
