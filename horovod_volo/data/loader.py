@@ -25,6 +25,7 @@ from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.image_decoder import (
     IMAGENET_NORMALIZATION,
+    Input,
     Normalization,
     Source,
     image_decoder,
@@ -100,14 +101,13 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
             list(column) for column in zip(*(each for _, each in read), strict=True)
         )
         sizes = np.array(shapes, dtype=np.int64)
-        # A replacement is augmented as the damaged image would have been, so that it differs from its own
-        # appearance in this epoch.
+        # A replacement is augmented as the damaged image would have been, not as itself in this epoch.
         crop_flip = draw_crops(self._seed, epoch, drawn, sizes, self._settings)
         operations = draw_operations(self._seed, epoch, drawn, self._settings)
         on_whole_images = self._settings.randaugment_on == "image"
         parts = parts_needed(crop_flip.boxes, sizes, operations) if on_whole_images else None
         boxes = crop_flip.stored(crop_flip.boxes if parts is None else parts.decoded, sizes)
-        inputs = (encoded, np.ascontiguousarray(boxes[:, :2]), np.ascontiguousarray(boxes[:, 2:]))
+        inputs: tuple[Input, ...] = (encoded, *map(np.ascontiguousarray, np.hsplit(boxes, 2)))
         if self._resized_by_dali:
             inputs += resizing_inputs(crop_flip.flip_horizontal, crop_flip.flip_vertical, crop_flip.bicubic)
         erasures = draw_erasures(self._seed, epoch, drawn, self._settings, self._image_size)
