@@ -23,7 +23,7 @@ _IMAGES_ON_GPU = 2_000_000
 _LEAST_STEPS = 20  # of an epoch, for which a batch becomes smaller
 _GIB = 2**30
 _SMALL_GPU_GIB = 20.0
-_HIGHEST_RATE = 0.004
+_HIGHEST_RATES = (0.004, 0.012)  # of others and of Muon
 _RATES = {"lr", "lr_base", "lr_base_size", "min_lr", "warmup_lr"}
 
 # Its ImageNet accuracy, 81.6 % at 224 px, is the best of timm's networks for its time on a CPU.
@@ -72,13 +72,10 @@ def with_token_size_warning(config: Config) -> Config:
 def choose_settings(
     config: Config, images: int, ranks: int, device: DeviceFacts, why_missing: Callable[[str], str]
 ) -> Config:
-    """Return the settings with a network, weights, a batch and a schedule for what is at hand.
-
-    `why_missing` tells why weights of timm cannot be had.
-    """
+    """Return the settings for what is at hand; `why_missing` tells why weights of timm cannot be had."""
     chosen, why = _from_weights(config, device, why_missing)
     if not chosen:
-        chosen = _from_scratch(images, ranks, device)
+        chosen = _from_scratch(config, images, ranks, device)
     batch, least = chosen["batch_size"], 8 if chosen["finetune"] else 1  # batch norm needs some images
     while batch > 1 and images < ranks * batch * (_LEAST_STEPS if batch > least else 1):
         batch //= 2
@@ -92,7 +89,8 @@ def choose_settings(
     if not own_rates:
         batch = ranks * chosen.get("batch_size", config.data.batch_size) * config.update.accumulation
         batch = config.data.global_batch or batch
-        factor = min(batch / chosen["lr_base_size"], _HIGHEST_RATE / chosen["lr_base"])
+        highest = _HIGHEST_RATES[chosen.get("opt", config.update.opt) == "muon"]
+        factor = min(batch / chosen["lr_base_size"], highest / chosen["lr_base"])
         chosen |= {name: factor * chosen[name] for name in ("lr_base", "min_lr", "warmup_lr")}
         chosen["lr_base_size"] = batch
     warnings = (*config.warnings, *([f"training begins from scratch, because {why}"] if why else []))
@@ -130,11 +128,12 @@ def _from_weights(
     return chosen, ""
 
 
-def _from_scratch(images: int, ranks: int, device: DeviceFacts) -> dict[str, Any]:
+def _from_scratch(config: Config, images: int, ranks: int, device: DeviceFacts) -> dict[str, Any]:
     if device.kind == "cpu":  # as the demo, but photographs take more augmentation than drawn shapes
         chosen, epochs = load_recipe("demo"), max(1, min(60, _IMAGES_ON_CPU // images))
-        chosen |= {"scale": (0.5, 1.0), "color_jitter": 0.2}
-        chosen |= {"opt": "adamw", "lr_base": 2e-3, "min_lr": 2e-5, "warmup_lr": 2e-6}
+        chosen |= {"scale": (0.5, 1.0), "color_jitter": 0.2, "batch_size": 32, "warmup_lr": 2e-6}
+        if config.explicit & {"opt", "shard_optimizer"} and config.update.opt != "muon":
+            chosen |= {"opt": "adamw", "lr_base": 2e-3, "min_lr": 2e-5}
     else:
         chosen = {"model": "volo_d1", "img_size": 224, "precision": device.precision}
         chosen |= {"batch_size": 128 if device.gib > _SMALL_GPU_GIB else 32, "lr_base_size": 1024}
