@@ -16,7 +16,7 @@ from horovod_volo.models.build import our_name, spec_of, tokens_per_side
 from horovod_volo.models.pretrained import settings_of_run
 from horovod_volo.models.weights import TIMM
 
-# Two CPU cores train volo_demo on about 300 images of 64 px a second: six minutes.
+# Two CPU cores train volo_demo on about 210 images of 64 px a second: eight minutes.
 _IMAGES_ON_CPU = 100_000
 # An H200 trains VOLO-D1 on about 2,700 images of 224 px a second: twelve minutes.
 _IMAGES_ON_GPU = 2_000_000
