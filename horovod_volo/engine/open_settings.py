@@ -23,7 +23,7 @@ _IMAGES_ON_GPU = 2_000_000
 _LEAST_STEPS = 20  # of an epoch, for which a batch becomes smaller
 _GIB = 2**30
 _SMALL_GPU_GIB = 20.0
-_HIGHEST_RATES = (0.004, 0.012)  # of others and of Muon
+_HIGHEST_RATE, _HIGHEST_OF_MUON = 0.004, 0.012
 _RATES = {"lr", "lr_base", "lr_base_size", "min_lr", "warmup_lr"}
 
 # Its ImageNet accuracy, 81.6 % at 224 px, is the best of timm's networks for its time on a CPU.
@@ -89,7 +89,8 @@ def choose_settings(
     if not own_rates:
         batch = ranks * chosen.get("batch_size", config.data.batch_size) * config.update.accumulation
         batch = config.data.global_batch or batch
-        highest = _HIGHEST_RATES[chosen.get("opt", config.update.opt) == "muon"]
+        is_muon = chosen.get("opt", config.update.opt) == "muon"
+        highest = _HIGHEST_OF_MUON if is_muon else _HIGHEST_RATE
         factor = min(batch / chosen["lr_base_size"], highest / chosen["lr_base"])
         chosen |= {name: factor * chosen[name] for name in ("lr_base", "min_lr", "warmup_lr")}
         chosen["lr_base_size"] = batch
