@@ -98,12 +98,12 @@ def check_shared_memory(ranks: int, on_gpu: bool, folder: Path = Path("/dev/shm"
         yield failure("is missing: the ranks of a host exchange data there", "Mount a tmpfs there.")
         return
     free = state.f_bavail * state.f_frsize
-    text = f"{free // _MIB:,} MiB free"
-    if free >= ranks * per_rank:
-        yield ok(text)
+    if free >= ranks * per_rank:  # not how much: it changes while ranks look, who would then not agree
+        yield ok(f"at least {per_rank // _MIB} MiB free for each rank")
     else:
         yield failure(
-            f"{text}: {'NCCL and MPI' if on_gpu else 'MPI'} may need {per_rank // _MIB} MiB for each rank",
+            f"{free // _MIB:,} MiB free: {'NCCL and MPI' if on_gpu else 'MPI'} may need {per_rank // _MIB} "
+            "MiB for each rank",
             "Remove what killed processes have left there (`ls -l /dev/shm`), or enlarge it: mount -o "
             "remount,size=1G /dev/shm as root; a container is started with --shm-size=1g.",
         )
