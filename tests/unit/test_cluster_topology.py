@@ -131,7 +131,6 @@ def binding(gpu: Device | None = None, nics: tuple[Nic, ...] = ()) -> Binding:
 ALWAYS = {
     "OMP_NUM_THREADS": "4",
     "MKL_NUM_THREADS": "4",
-    "OMP_WAIT_POLICY": "PASSIVE",
     "OPENBLAS_NUM_THREADS": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
@@ -140,6 +139,7 @@ ALWAYS = {
 def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
     chosen = binding(Device("0000:07:00.0", (), 1), NICS)
     assert launch_env_vars(chosen) == ALWAYS | {
+        "OMP_WAIT_POLICY": "PASSIVE",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
         "UCX_NET_DEVICES": "mlx5_1:1",
@@ -151,7 +151,7 @@ def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
 def test_variables_of_a_rank_without_gpu_and_nic() -> None:
     assert launch_env_vars(binding())["HOROVOD_CYCLE_TIME"] == "10"
     assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), ranks_change=True)
-    assert launch_env_vars(binding(), autotunes=True) == ALWAYS
+    assert launch_env_vars(binding(), is_alone=True, autotunes=True) == ALWAYS
 
 
 def test_variables_that_are_set_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
