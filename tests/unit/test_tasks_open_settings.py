@@ -89,7 +89,7 @@ def test_weights_are_in_the_cache_or_missing_at_once(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("device", "expected"),
     [
-        (CPU, ("volo_demo", 64, "fp32", 32)),
+        (CPU, ("volo_demo", 64, "fp32", 64)),
         (SMALL, ("volo_d1", 224, "bf16", 32)),
         (LARGE, ("volo_d1", 224, "bf16", 128)),
         (OLD, ("volo_d1", 224, "fp16", 128)),
@@ -120,10 +120,8 @@ def test_every_choice_is_a_run_whose_learning_rates_are_those_of_its_batch(devic
 
 
 def test_flags_are_not_changed() -> None:
-    flags = (
-        "--epochs 3 --img-size 96 --no-token-label --batch-size 5 --lr 0.01 --min-lr 0.001 --aa rand-m7-n3"
-    )
-    config = chosen(*flags.split())
+    flags = "--epochs 3 --warmup-epochs 0 --img-size 96 --no-token-label --batch-size 5 --lr 0.01"
+    config = chosen(*flags.split(), "--min-lr", "0.001", "--aa", "rand-m7-n3")
     assert (config.update.epochs, config.update.cooldown_epochs, config.model.img_size) == (3, 0, 96)
     assert (config.objective.token_label, config.data.batch_size, config.data.aa) == (False, 5, "rand-m7-n3")
     derived = derive(config, ranks=1, images=4000)
@@ -133,7 +131,7 @@ def test_flags_are_not_changed() -> None:
     assert (objective.mix_token, objective.token_label) == (False, False)
     split = chosen("--global-batch", "96", ranks=2, images=100_000)
     assert (split.data.batch_size, split.update.accumulation, split.update.lr_base_size) == (24, 2, 96)
-    for flag, rate in {"--opt=adamw": 0.002, "--shard-optimizer": 0.002, "--opt=muon": 0.006}.items():
+    for flag, rate in {"--opt=adamw": 0.001, "--shard-optimizer": 0.001, "--opt=muon": 0.012}.items():
         assert chosen(flag, images=5_000).update.lr_base == pytest.approx(rate), flag
 
 
