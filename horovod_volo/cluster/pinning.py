@@ -144,8 +144,8 @@ def launch_env_vars(
         "OMP_NUM_THREADS": str(binding.threads),
         "MKL_NUM_THREADS": str(binding.threads),  # MKL has its own variable
         # OpenMP threads sleep while they wait for each other. By default they spin; on a core that another
-        # process needs too, each wait then lasts until the scheduler preempts the thread. A rank that is alone
-        # mostly has its cores for itself, and small networks then train 1.6 times as fast by spinning.
+        # process needs too, each wait then lasts until the scheduler preempts the thread. A rank that is
+        # alone mostly has its cores for itself, and by spinning trains small networks 1.6 times as fast.
         "OMP_WAIT_POLICY": "" if is_alone else "PASSIVE",
         # NumPy only draws random numbers and sorts here; its pool of BLAS threads would be idle.
         "OPENBLAS_NUM_THREADS": "1",
