@@ -23,12 +23,10 @@ def bind(mode: str, *, ranks_change: bool = False) -> Binding:
 
     A variable that is set already is not changed: the user, the site or the launcher chose it.
     """
-    binding, is_alone = plan_own_binding(mode), read_launch_env().size == 1
-    variables = launch_env_vars(binding, is_alone, autotunes=autotunes(), ranks_change=ranks_change)
-    for name, value in variables.items():
+    binding, choices = plan_own_binding(mode), {"autotunes": autotunes(), "ranks_change": ranks_change}
+    for name, value in launch_env_vars(binding, read_launch_env().size == 1, **choices).items():
         os.environ.setdefault(name, value)
-    threads = compute_threads(binding.threads)
-    warnings = [*binding.warnings]
+    threads, warnings = compute_threads(binding.threads), [*binding.warnings]
     if threads != binding.threads:
         warnings.append(
             f"OMP_NUM_THREADS is set: torch computes with {threads}, not {binding.threads} threads"
@@ -143,9 +141,8 @@ def launch_env_vars(
         # Threads of PyTorch: those of this rank. By default each rank starts one for every core of the host.
         "OMP_NUM_THREADS": str(binding.threads),
         "MKL_NUM_THREADS": str(binding.threads),  # MKL has its own variable
-        # OpenMP threads sleep while they wait for each other. By default they spin; on a core that another
-        # process needs too, each wait then lasts until the scheduler preempts the thread. A rank that is
-        # alone mostly has its cores for itself, and by spinning trains small networks 1.6 times as fast.
+        # By default OpenMP threads spin while they wait for each other. A lone rank trains small networks 1.6
+        # times as fast that way; on a core that others need too, each wait lasts until it is preempted.
         "OMP_WAIT_POLICY": "" if is_alone else "PASSIVE",
         # NumPy only draws random numbers and sorts here; its pool of BLAS threads would be idle.
         "OPENBLAS_NUM_THREADS": "1",
