@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -31,8 +32,9 @@ def main(address: str, arguments: list[str]) -> int:
     server.sendall(json.dumps(request).encode() + b"\n")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     response = b""
-    while more := server.recv(4096):
-        response += more
+    with suppress(ConnectionResetError):  # it ended before it read a signal; what it sent has arrived
+        while more := server.recv(4096):
+            response += more
     text = response.decode().strip()
     try:
         status = int(text)
