@@ -141,7 +141,7 @@ def launch_env_vars(
         # Threads of PyTorch: those of this rank. By default each rank starts one for every core of the host.
         "OMP_NUM_THREADS": str(binding.threads),
         "MKL_NUM_THREADS": str(binding.threads),  # MKL has its own variable
-        # By default OpenMP threads spin while they wait for each other. A lone rank trains small networks 1.6
+        # By default OpenMP threads spin while they wait for each other. A lone rank trains small networks 1.5
         # times as fast that way; on a core that others need too, each wait lasts until it is preempted.
         "OMP_WAIT_POLICY": "" if is_alone and not binding.gpu else "PASSIVE",
         # NumPy only draws random numbers and sorts here; its pool of BLAS threads would be idle.
