@@ -143,7 +143,7 @@ def launch_env_vars(
         "MKL_NUM_THREADS": str(binding.threads),  # MKL has its own variable
         # By default OpenMP threads spin while they wait for each other. A lone rank trains small networks 1.5
         # times as fast that way; on a core that others need too, each wait lasts until it is preempted.
-        "OMP_WAIT_POLICY": "" if is_alone and not binding.gpu else "PASSIVE",
+        "OMP_WAIT_POLICY": "" if is_alone and not (binding.gpu or ranks_change) else "PASSIVE",
         # NumPy only draws random numbers and sorts here; its pool of BLAS threads would be idle.
         "OPENBLAS_NUM_THREADS": "1",
         # CUDA's default order is fastest first. By PCI address, its GPU 3 is the driver's GPU 3 on any host.

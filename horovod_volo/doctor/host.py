@@ -98,7 +98,7 @@ def check_shared_memory(ranks: int, on_gpu: bool, folder: Path = Path("/dev/shm"
         yield failure("is missing: the ranks of a host exchange data there", "Mount a tmpfs there.")
         return
     free = state.f_bavail * state.f_frsize
-    if free >= ranks * per_rank:  # not how much: it changes while ranks look, who would then not agree
+    if free >= ranks * per_rank:  # not how much: that changes between the looks of two ranks
         yield ok(f"at least {per_rank // _MIB} MiB free for each rank")
     else:
         yield failure(

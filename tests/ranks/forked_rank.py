@@ -35,11 +35,10 @@ def main(address: str, arguments: list[str]) -> int:
     with suppress(ConnectionResetError):  # it ended before it read a signal; what it sent has arrived
         while more := server.recv(4096):
             response += more
-    text = response.decode().strip()
     try:
-        status = int(text)
+        status = int(response)
     except ValueError:
-        print(f"the fork server {text or 'is gone'}", file=sys.stderr)
+        print(f"the fork server {response.decode().strip() or 'is gone'}", file=sys.stderr)
         return 1
     if status < 0:
         if -status in FORWARDED:
