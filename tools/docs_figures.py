@@ -8,6 +8,7 @@ calls it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -50,7 +51,7 @@ _STYLE = """
 
 def figures() -> dict[str, str]:
     """Return the text of each figure by its file name."""
-    drawn = (step_exchange, token_labels, mix_token, gradient_exchange, sample_order)
+    drawn = (step_exchange, race, token_labels, mix_token, gradient_exchange, sample_order)
     return {f"{draw.__name__}.svg": draw() for draw in drawn}
 
 
@@ -71,10 +72,8 @@ class Drawing:
 
     def rect(self, style: str, x: float, y: float, width: float, height: float, round_: float = 0) -> None:
         """Draw a rectangle."""
-        rx = f' rx="{round_:g}"' if round_ else ""
-        self._parts.append(
-            f'<rect class="{style}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"{rx}/>'
-        )
+        place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_:g}"'
+        self._parts.append(f'<rect class="{style}" {place}/>')
 
     def text(self, x: float, y: float, text: str, style: str = "") -> None:
         """Write text whose baseline begins at a point."""
@@ -144,11 +143,34 @@ def step_exchange() -> str:
     return drawing.svg()
 
 
+def race() -> str:
+    """Draw the accuracies over time of the first record of docs/race.md."""
+    page = (FOLDER.parent / "race.md").read_text(encoding="utf-8")
+    times, ours, timm = (
+        [float(number) for number in re.findall(r"[\d.]+", line)]
+        for line in re.findall(r"^\| (?:Seconds|ours|timm) \|.*", page, re.MULTILINE)[:3]
+    )
+    ends = f"horovod_volo ends at {ours[-1]:g} %, timm at {timm[-1]:g} % after {times[-1]:g} seconds."
+    drawing = Drawing(290, "The race to an accuracy", ends)
+    drawing.text(16, 28, "Top-1 on held-out images over seconds: median of five seeds", "title")
+    left, bottom, across, up = 56, 246, 400 / times[-1], 200 / 70
+    for percent in range(0, 71, 10):
+        drawing.path("grid" if percent else "line", f"M{left} {bottom - up * percent:g}h420")
+        drawing.text(left - 8, bottom - up * percent + 5, f"{percent} %", "small right")
+    for name, style, values in (("horovod_volo", "line", ours), ("timm's train.py", "dash", timm)):
+        places = [(left + across * x, bottom - up * y) for x, y in zip(times, values, strict=False)]
+        drawing.path(style, "M" + "L".join(f"{x:g} {y:g}" for x, y in places))
+        drawing.text(places[-1][0], places[-1][1] - 8, name, "right")
+    for seconds in times:
+        drawing.text(left + across * seconds, bottom + 20, f"{seconds:g}", "small middle")
+    drawing.text(16, 282, "From the command on; evaluations are included. See docs/race.md", "small")
+    return drawing.svg()
+
+
 # --- explanations -------------------------------------------------------------------------------
 
-SKY, TREE, DOG = "blue", "green", "orange"
 SCENE = ("SSSSTT", "SSSTTT", "SSSTTT", "SDDSTT", "DDDDTT", "DDDDTT")
-COLOURS = {"S": SKY, "T": TREE, "D": DOG}
+COLOURS = {"S": "blue", "T": "green", "D": "orange"}
 
 
 def token_labels() -> str:
@@ -169,8 +191,8 @@ def token_labels() -> str:
     drawing.text(208, 134, "crop", "small middle")
     drawing.grid([colours[1:5] for colours in scene[2:6]], 236, 73, 36, 3)
     drawing.text(236, 62, "labels of the tokens", "small")
-    for number, (colour, name) in enumerate(((SKY, "sky"), (TREE, "tree"), (DOG, "dog"))):
-        drawing.rect(colour, 402, 80 + 26 * number, 16, 16, 3)
+    for number, name in enumerate(("sky", "tree", "dog")):
+        drawing.rect(COLOURS[name[0].upper()], 402, 80 + 26 * number, 16, 16, 3)
         drawing.text(426, 93 + 26 * number, name)
     for y, text in ((178, "class token:"), (196, "the class of"), (214, "the image")):
         drawing.text(402, y, text, "small")
@@ -198,9 +220,7 @@ def mix_token() -> str:
         if stage < 2:
             drawing.text(left + 128, 120, ("swap", "swap back")[stage], "small middle")
             drawing.arrow(left + 98, 130, left + 158, 130)
-    drawing.text(
-        16, 252, "6 of 16 tokens are swapped: the class target is 62.5 % own, 37.5 % partner.", "small"
-    )
+    drawing.text(16, 252, "6 of 16 tokens are swapped: the target is 62.5 % own, 37.5 % partner.", "small")
     return drawing.svg()
 
 
@@ -240,9 +260,7 @@ def gradient_exchange() -> str:
     drawing.text((end_exchange + 508) / 2, 154, "update", "small middle")
     drawing.arrow(first, 246, 504, 246)
     drawing.text(504, 264, "time", "small right")
-    drawing.text(
-        16, 278, "A bucket is sent in fp16, scaled by a power of two. The last one is small.", "small"
-    )
+    drawing.text(16, 278, "Buckets are sent in fp16, scaled by a power of two. The last is small.", "small")
     return drawing.svg()
 
 
@@ -279,7 +297,7 @@ def sample_order() -> str:
     boundary = left + 8 * cell - 1
     drawing.path("dash", f"M{boundary} 104V132M{boundary} 244V268")
     drawing.text(
-        16, 284, "A run that stopped after step 1 resumes here: the position in the order is one", "small"
+        16, 284, "A run that stopped after step 1 resumes here: its place in the order is a", "small"
     )
     drawing.text(16, 302, "number, the images seen so far. Nothing else about the order is saved.", "small")
     return drawing.svg()

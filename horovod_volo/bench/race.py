@@ -40,7 +40,7 @@ def measure(
     target: Annotated[float, Flag("top-1 to reach, in percent")] = 60.0,
     seeds: Annotated[Sequence[int], Flag("seeds, one run of each side for each")] = (1, 2, 3, 4, 5),
     ours: Annotated[str, Flag("flags of our side")] = "--from-scratch",
-    ranks: Annotated[int, Flag("ranks of our side")] = 1,
+    ranks: Annotated[int, Flag("ranks of each side")] = 1,
     theirs: Annotated[str, Flag("flags of timm's side")] = "",
     timm: Annotated[str, Flag("checkout of timm, whose train.py runs; empty: our side alone")] = "",
 ) -> Result:
@@ -59,7 +59,7 @@ def measure(
                     command = our_command(data, output, seed, ranks, shlex.split(ours))
                     scores = partial(our_scores, output / "run" / METRICS)
                 else:
-                    command = timm_command(data, output, seed, timm, shlex.split(theirs))
+                    command = timm_command(data, output, seed, ranks, timm, shlex.split(theirs))
                     scores = partial(timm_scores, output / "run" / "summary.csv")
                 curve = watched(command, scores, output)
                 found[side].append(curve)
@@ -75,8 +75,12 @@ def our_command(data: str, output: Path, seed: int, ranks: int, flags: Sequence[
     return [*command, "--seed", str(seed), "--output", str(output), "--name", "run"]
 
 
-def timm_command(data: str, output: Path, seed: int, timm: str, flags: Sequence[str]) -> list[str]:
-    command = [sys.executable, "-m", "horovod_volo.bench.timm_train", timm, "--data-dir", data, *flags]
+def timm_command(
+    data: str, output: Path, seed: int, ranks: int, timm: str, flags: Sequence[str]
+) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    script = ["-m", "horovod_volo.bench.timm_train", timm]
+    command = [sys.executable, *torchrun, *script, "--data-dir", data, *flags]
     return [*command, "--seed", str(seed), "--output", str(output), "--experiment", "run"]
 
 

@@ -130,12 +130,11 @@ def _from_weights(
 
 
 def _from_scratch(config: Config, images: int, ranks: int, device: DeviceFacts) -> dict[str, Any]:
-    if device.kind == "cpu":  # as the demo, but photographs take more augmentation than drawn shapes
-        chosen, epochs = load_recipe("demo"), max(1, min(60, _IMAGES_ON_CPU // images))
-        chosen |= {"scale": (0.5, 1.0), "color_jitter": 0.2, "warmup_lr": 2e-6}
-        chosen["batch_size"] = max(16, 64 // ranks)
+    if device.kind == "cpu":
+        chosen, epochs = load_recipe("fast_small"), max(1, min(60, _IMAGES_ON_CPU // images))
+        chosen |= {"first_size": 0, "batch_size": max(16, chosen["batch_size"] // ranks)}
         if config.explicit & {"opt", "shard_optimizer"} and config.update.opt != "muon":
-            chosen |= {"opt": "adamw", "lr_base": 5e-4}
+            chosen |= {"opt": "adamw", "lr_base": 1e-3}
     else:
         chosen = {"model": "volo_d1", "img_size": 224, "precision": device.precision}
         chosen |= {"batch_size": 128 if device.gib > _SMALL_GPU_GIB else 32, "lr_base_size": 1024}

@@ -61,7 +61,7 @@ DENSE = [name for name in PUBLISHED if "upernet" in name or name.startswith("ssd
 # One process, other weights than random ones, or a global batch.
 FROM_WEIGHTS = ["finetune_folder", "linear_probe", "transfer_small"]
 FOR_ONE_GPU = [*FROM_WEIGHTS, "volo_d1_12gb"]
-DEMOS = ["demo", "segmentation_demo", "detection_demo"]
+DEMOS = ["demo", "fast_small", "segmentation_demo", "detection_demo"]
 
 
 def data_of(name: str) -> tuple[int, int]:
