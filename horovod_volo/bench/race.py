@@ -1,6 +1,6 @@
 """A race to an accuracy: wall time from the command to a top-1 on held-out images, beside timm's train.py.
 
-Each run is a command that a user types, alone on the machine; the two sides alternate. The clock starts with
+Each run is a command that a user types, alone on its cores; the two sides alternate. The clock starts with
 the command and stops when the record of the first evaluation at or above the target is in the run's file, so
 starting, reading images and all evaluations count. A run goes on to its end, for the accuracy at other times.
 """
@@ -40,7 +40,7 @@ def measure(
     target: Annotated[float, Flag("top-1 to reach, in percent")] = 60.0,
     seeds: Annotated[Sequence[int], Flag("seeds, one run of each side for each")] = (1, 2, 3, 4, 5),
     ours: Annotated[str, Flag("flags of our side")] = "--from-scratch",
-    ranks: Annotated[int, Flag("ranks of each side")] = 1,
+    ranks: Annotated[int, Flag("ranks of our side")] = 1,
     theirs: Annotated[str, Flag("flags of timm's side")] = "",
     timm: Annotated[str, Flag("checkout of timm, whose train.py runs; empty: our side alone")] = "",
 ) -> Result:
@@ -54,33 +54,28 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         for number, seed in enumerate(seeds):
             for side in sides if number % 2 == 0 else reversed(sides):
-                output = Path(folder) / f"{side}_{seed}"
+                output = Path(folder) / f"{side}_{number}"
                 if side == "ours":
                     command = our_command(data, output, seed, ranks, shlex.split(ours))
                     scores = partial(our_scores, output / "run" / METRICS)
                 else:
-                    command = timm_command(data, output, seed, ranks, timm, shlex.split(theirs))
+                    command = timm_command(data, output, seed, timm, shlex.split(theirs))
                     scores = partial(timm_scores, output / "run" / "summary.csv")
                 curve = watched(command, scores, output)
                 found[side].append(curve)
                 points = " ".join(f"{each.seconds:.1f} s {each.top1:.2f} %" for each in curve)
                 print(f"{side}, seed {seed}: {points}", file=sys.stderr, flush=True)
-    title = f"wall time to a top-1 of {target:g} % on {Path(data).name}, seeds {' '.join(map(str, seeds))}"
+    title = f"wall time to a top-1 of {target:g} % on {Path(data).name}, ranks: {ranks}, seeds: {list(seeds)}"
     return Result(f"race {Path(data).name} {ours}", title, figures_of(found, target))
 
 
 def our_command(data: str, output: Path, seed: int, ranks: int, flags: Sequence[str]) -> list[str]:
-    launcher = ["horovodrun", "-np", str(ranks)] if ranks > 1 else []
-    command = [*launcher, sys.executable, "-m", "horovod_volo.train", data, *flags]
+    command = [sys.executable, "-m", "horovod_volo.train", data, "--ranks", str(ranks), *flags]
     return [*command, "--seed", str(seed), "--output", str(output), "--name", "run"]
 
 
-def timm_command(
-    data: str, output: Path, seed: int, ranks: int, timm: str, flags: Sequence[str]
-) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    script = ["-m", "horovod_volo.bench.timm_train", timm]
-    command = [sys.executable, *torchrun, *script, "--data-dir", data, *flags]
+def timm_command(data: str, output: Path, seed: int, timm: str, flags: Sequence[str]) -> list[str]:
+    command = [sys.executable, "-m", "horovod_volo.bench.timm_train", timm, "--data-dir", data, *flags]
     return [*command, "--seed", str(seed), "--output", str(output), "--experiment", "run"]
 
 
@@ -117,6 +112,8 @@ def watched(command: Sequence[str], scores: Callable[[], list[float]], output: P
         if process.returncode:
             sys.stderr.writelines(text.readlines()[-_LAST_LINES:])
             raise UserError(f"The lines above end the output of a run that failed: {shlex.join(command)}")
+    if not curve:
+        raise UserError(f"A run evaluated nothing: {shlex.join(command)}")
     return curve
 
 

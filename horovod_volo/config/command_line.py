@@ -66,7 +66,7 @@ class _Help(argparse.Action):
 def settings_chosen() -> set[str]:
     """Return what a run without a model and a recipe chooses (engine/open_settings.py), or names."""
     of_recipes = load_recipe("finetune_folder") | load_recipe("fast_small")
-    return {"name", "fit_head", "freeze", "model_kwargs", *of_recipes}
+    return {"name", "fit_head", "freeze", "model_kwargs", *of_recipes} - {"first_size", "global_batch"}
 
 
 def _show_values(parser: Parser, namespace: argparse.Namespace) -> None:

@@ -118,10 +118,10 @@ class Model:
         0,
         "side of training images at first, which grows in equal steps to --img-size; 0: --img-size",
         excludes={
-            "--task [sd]*": "{flag} is for --task classification. Drop one of them.",
-            "--compile": "{flag} would have the blocks compiled at each size. Drop one of them.",
-            "--early-stop": "Accuracy rises late while images grow. Drop {flag}, or --early-stop.",
-            "--reproducible": "{flag} resizes position embeddings, on a GPU not reproducibly. Drop one.",
+            "--task [sd]*": "{flag} is for --task classification. Drop one, or give {flag} 0.",
+            "--compile": "{flag} would have the blocks compiled at each size. Drop one, or give {flag} 0.",
+            "--early-stop": "Accuracy rises late while images grow. Drop --early-stop, or give {flag} 0.",
+            "--reproducible": "{flag} resizes position embeddings, on a GPU not reproducibly. Give {flag} 0.",
         },
     )
     full_size_after: BelowOne = setting(

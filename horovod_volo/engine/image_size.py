@@ -21,7 +21,7 @@ def check_first_size(settings: Model, stride: int) -> None:
     if first and (first % stride or not stride <= first < full):
         raise UserError(
             f"--first-size takes multiples of {stride} below --img-size, which is {full}, not {first}. "
-            f"Use --first-size {max(stride, full // 2 // stride * stride)}."
+            f"Use --first-size {max(stride, full // 2 // stride * stride)}, or 0."
         )
 
 

@@ -84,7 +84,7 @@ def choose_settings(
         del chosen["epochs"], chosen["warmup_epochs"]
     if config.explicit & {"mixup", "cutmix"}:
         chosen |= {"mix_token": False, "token_label": False}
-    own_rates = _RATES if config.explicit & _RATES else set()
+    own_rates = _RATES if config.explicit & {"lr", "lr_base", "lr_base_size"} else set()
     chosen = {name: value for name, value in chosen.items() if name not in config.explicit | own_rates}
     if not own_rates:
         batch = ranks * chosen.get("batch_size", config.data.batch_size) * config.update.accumulation
@@ -92,7 +92,8 @@ def choose_settings(
         is_muon = chosen.get("opt", config.update.opt) == "muon"
         highest = _HIGHEST_OF_MUON if is_muon else _HIGHEST_RATE
         factor = min(batch / chosen["lr_base_size"], highest / chosen["lr_base"])
-        chosen |= {name: factor * chosen[name] for name in ("lr_base", "min_lr", "warmup_lr")}
+        scaled = chosen.keys() & {"lr_base", "min_lr", "warmup_lr"}
+        chosen |= {name: factor * chosen[name] for name in scaled}
         chosen["lr_base_size"] = batch
     warnings = (*config.warnings, *([f"training begins from scratch, because {why}"] if why else []))
     complete = replace(_with(config, chosen), chooses_model=False, warnings=warnings)
@@ -132,7 +133,7 @@ def _from_weights(
 def _from_scratch(config: Config, images: int, ranks: int, device: DeviceFacts) -> dict[str, Any]:
     if device.kind == "cpu":
         chosen, epochs = load_recipe("fast_small"), max(1, min(60, _IMAGES_ON_CPU // images))
-        chosen |= {"first_size": 0, "batch_size": max(16, chosen["batch_size"] // ranks)}
+        chosen |= {"first_size": 0, "global_batch": 0, "batch_size": max(16, chosen["batch_size"] // ranks)}
         if config.explicit & {"opt", "shard_optimizer"} and config.update.opt != "muon":
             chosen |= {"opt": "adamw", "lr_base": 1e-3}
     else:

@@ -131,8 +131,8 @@ def test_flags_are_not_changed() -> None:
     assert (objective.mix_token, objective.token_label) == (False, False)
     split = chosen("--global-batch", "96", ranks=2, images=100_000)
     assert (split.data.batch_size, split.update.accumulation, split.update.lr_base_size) == (24, 2, 96)
-    for flag, rate in {"--opt=adamw": 0.001, "--shard-optimizer": 0.001, "--opt=muon": 0.012}.items():
-        assert chosen(flag, images=5_000).update.lr_base == pytest.approx(rate), flag
+    for flag, rate in {"opt=adamw": 1, "shard-optimizer": 1, "opt=muon": 12, "min-lr=1e-4": 12}.items():
+        assert chosen(f"--{flag}", images=5_000).update.lr_base == pytest.approx(rate / 1000), flag
 
 
 def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
