@@ -134,10 +134,10 @@ def test_a_network_and_its_reducer_are_freed():
 
 
 def used_by(process: int) -> tuple[int, int, int]:
-    """Return a process's memory in MiB, its open files, and its threads."""
+    """Return a process's own memory in MiB, also if the kernel swaps it, its open files, and its threads."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
-    files = len(list(Path(f"/proc/{process}/fd").iterdir()))
-    return int(status["VmRSS"].split()[0]) // 1024, files, int(status["Threads"])
+    files, kib = len(list(Path(f"/proc/{process}/fd").iterdir())), [status["RssAnon"], status["VmSwap"]]
+    return sum(int(each.split()[0]) for each in kib) // 1024, files, int(status["Threads"])
 
 
 def test_without_an_elastic_launcher(tmp_path, capsys):
