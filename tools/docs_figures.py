@@ -160,7 +160,7 @@ def race() -> str:
         points = zip(curve[::2], curve[1::2], strict=True)
         path = "L".join(f"{left + across * x:.1f} {bottom - up * y:.1f}" for x, y in points)
         drawing.path("line" if line.startswith("ours") else "dash", f"M{path}")
-    drawing.text(16, 282, f"{title}. Solid: horovod_volo; dashed: timm's train.py", "small")
+    drawing.text(16, 282, "Solid: horovod_volo. Dashed: timm with AdamW. See docs/race.md", "small")
     return drawing.svg()
 
 

@@ -23,11 +23,13 @@ def bind(mode: str, *, ranks_change: bool = False) -> Binding:
 
     A variable that is set already is not changed: the user, the site or the launcher chose it.
     """
-    binding, choices = plan_own_binding(mode), {"autotunes": autotunes(), "ranks_change": ranks_change}
-    for name, value in launch_env_vars(binding, read_launch_env().size == 1, **choices).items():
+    binding = plan_own_binding(mode)
+    is_alone = read_launch_env().size == 1
+    variables = launch_env_vars(binding, is_alone, autotunes=autotunes(), ranks_change=ranks_change)
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
-    threads, warnings = compute_threads(binding.threads), [*binding.warnings]
-    if threads != binding.threads:
+    warnings = [*binding.warnings]
+    if (threads := compute_threads(binding.threads)) != binding.threads:
         warnings.append(
             f"OMP_NUM_THREADS is set: torch computes with {threads}, not {binding.threads} threads"
         )

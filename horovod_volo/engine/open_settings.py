@@ -89,11 +89,9 @@ def choose_settings(
     if not own_rates:
         batch = ranks * chosen.get("batch_size", config.data.batch_size) * config.update.accumulation
         batch = config.data.global_batch or batch
-        is_muon = chosen.get("opt", config.update.opt) == "muon"
-        highest = _HIGHEST_OF_MUON if is_muon else _HIGHEST_RATE
+        highest = _HIGHEST_OF_MUON if chosen.get("opt", config.update.opt) == "muon" else _HIGHEST_RATE
         factor = min(batch / chosen["lr_base_size"], highest / chosen["lr_base"])
-        scaled = chosen.keys() & {"lr_base", "min_lr", "warmup_lr"}
-        chosen |= {name: factor * chosen[name] for name in scaled}
+        chosen |= {name: factor * chosen[name] for name in chosen.keys() & {"lr_base", "min_lr", "warmup_lr"}}
         chosen["lr_base_size"] = batch
     warnings = (*config.warnings, *([f"training begins from scratch, because {why}"] if why else []))
     complete = replace(_with(config, chosen), chooses_model=False, warnings=warnings)

@@ -154,7 +154,7 @@ def test_an_export_leaves_nothing(folder, tmp_path):
 def test_ranks_print_one_line(folder, start_with):
     """Rank 1 never joins, so that rank 0 waits for it inside Horovod; or both are at work."""
     evaluate = ["-m", "horovod_volo.evaluate", str(folder / "demo"), "--weights", str(folder / "weights.pt")]
-    evaluate += ["--model", "volo_demo", "--img-size", "320"]  # which take minutes
+    evaluate += ["--model", "volo_demo", "--img-size", "320"]  # 4,040 such images take minutes
     evaluate += ["--split", "train", "--batch-size", "1", "--catalog-dir", str(folder / "catalogs")]
     command = shlex.join([*python(), *evaluate])
     rank = "${HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.bench.race import TimedScore, figures_of, measure, timm_scores
+from horovod_volo.bench.race import TimedScore, figures_of, measure, timm_scores, watched
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 
@@ -15,13 +15,13 @@ TIMM = [[TimedScore(10, 40), TimedScore(50, 62)], [TimedScore(20, 50), TimedScor
 def test_a_run_is_timed_from_its_command_to_its_evaluation(tmp_path: Path) -> None:
     make_demo_set(tmp_path / "images", train=20, val=10)
     flags = "--recipe demo --img-size 32 --batch-size 10 --epochs 2 --warmup-epochs 0 --eval-every 1"
-    figures = {
-        each.label: each
-        for each in measure(str(tmp_path / "images"), target=0, seeds=(1,), ours=flags).figures
-    }
+    result = measure(str(tmp_path / "images"), target=0, seeds=(1,), ours=flags)
+    figures = {each.label: each for each in result.figures}
     assert figures["ours: to 0 %"].value > 0.5  # starting takes longer
     with pytest.raises(UserError, match=r"a run that failed: .* --epochs none"):
         measure(str(tmp_path / "images"), seeds=(1,), ours="--epochs none")
+    with pytest.raises(UserError, match="evaluated nothing: true"):
+        watched(["true"], list, tmp_path / "run")
 
 
 def test_the_times_of_both_sides_are_compared_seed_by_seed() -> None:
