@@ -13,7 +13,7 @@ from tests.faults.schedules import PLAN, Fault, Schedule, run, undisturbed
 
 Record = dict[str, Any]
 Forgery = Callable[[History], History]
-SCHEDULE = Schedule(2, True, [[Fault("stop", 0.3)], [Fault("kill", 0.2)]])
+SCHEDULE = Schedule(2, True, [[Fault("stop", 0.15)], [Fault("kill", 0.1)]])
 
 
 @pytest.fixture(scope="module")
