@@ -22,7 +22,8 @@ def main(checkout: str, flags: list[str]) -> None:
     from timm.models import build_model_with_cfg, register_model
 
     def volo_demo(pretrained: bool = False, **settings: Any) -> Any:
-        settings["pretrained_cfg"] = get_pretrained_cfg("volo_d1_224")
+        # There is one if a folder's weights were requested, as those of a teacher are by local-dir:FOLDER.
+        settings["pretrained_cfg"] = settings.get("pretrained_cfg") or get_pretrained_cfg("volo_d1_224")
         return build_model_with_cfg(VOLO, "volo_demo", pretrained, **settings, **SIZES["volo_demo"])
 
     register_model(volo_demo)
