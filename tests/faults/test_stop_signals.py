@@ -127,7 +127,7 @@ DOCTOR = ["doctor", "--shared", "{out}/runs"]
     ("command", "number", "delay", "text"),
     [  # at any time, also while torch is being imported
         (EVALUATE, signal.SIGTERM, 6.0, "the evaluation is stopped, and wrote no result"),
-        (DOCTOR, signal.SIGINT, 2.0, "the doctor is stopped, without a report"),
+        (DOCTOR, signal.SIGINT, 1.0, "the doctor is stopped, without a report"),
     ],
 )
 def test_a_command_ends_with_one_line(folder, tmp_path, command, number, delay, text):
