@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from multiprocessing import active_children
 from types import FrameType
@@ -21,7 +22,7 @@ from horovod_volo.cluster.launch_env import read_launch_env
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 STOP_SIGNALS = (*ENDING, signal.SIGHUP, signal.SIGUSR1)  # of training, which saves first
-_RETRIES, _RETRY_SECONDS = 4, 1.0  # code of others may catch the exception
+_RETRIES, _RETRY_SECONDS = 4, 1.0
 _STDERR = 2
 _STATUS = 128
 
@@ -36,14 +37,11 @@ def run_until_signal(main: Callable[[list[str]], int], outcome: str) -> NoReturn
     `outcome` says what the signal stopped, and what is left of it.
     """
     ending = _EndOnSignal(outcome)
-    status = 0
     try:
         status = main(sys.argv[1:])
-    except BaseException:
-        if not ending.number:  # code of others may raise another exception instead
-            raise
-    if ending.number:
-        ending.exit()
+    finally:  # code of others may catch the exception, or raise another one instead
+        if ending.number:
+            ending.exit()
     for number in ENDING:
         if signal.getsignal(number) == ending.interrupt:
             signal.signal(number, signal.SIG_DFL)
@@ -85,13 +83,14 @@ class _EndOnSignal:
         """Interrupt the main thread, once."""
         if not self._interrupted:
             self.number, self._interrupted = number, True
-            sys.unraisablehook = self._ignore
-            raise StopSignal
+            sys.unraisablehook = lambda _: None  # print nothing where Python cannot raise an exception
+            raise self._new_exception()
 
-    def _ignore(self, raised: "sys.UnraisableHookArgs") -> None:
-        """Print nothing where Python cannot raise an exception, but interrupt the main thread again."""
-        if raised.exc_type is StopSignal:
-            self._lost.set()
+    def _new_exception(self) -> StopSignal:
+        """Return an exception that is noticed if it is dropped: code of others may catch it and go on."""
+        exception = StopSignal()
+        weakref.finalize(exception, self._lost.set)
+        return exception
 
     def exit(self) -> NoReturn:
         """Exit once the line is printed, without the end of Python: Horovod's waits for the other ranks."""

@@ -7,18 +7,16 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from horovod_volo.elastic.ledger import LEDGER, read_ledger
-from tests.ranks.launching import SCRIPTS, environment, processes, python
+from tests.ranks.launching import SCRIPTS, environment, processes, python, wait_until
 from tests.runs import ADAMW
 
 GLOO_SECONDS = 5
 SETTINGS = ["--img-size", "32", "--batch-size", "4", "--warmup-epochs", "1", "--name", "run"]
 SETTINGS += ["--ema-decay", "0.9", "--drop-path", "0.2", *ADAMW]
-_POLL_SECONDS = 0.1
 _HOST = b"HOROVOD_HOSTNAME="
 
 
@@ -77,11 +75,7 @@ class ElasticTrial:
 
     def wait_until(self, condition: Callable[[], object], seconds: float = 90) -> None:
         """Wait until something is so; fail if the run ends, or after so many seconds."""
-        limit = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, f"it has ended\n{self.output}"
-            assert time.monotonic() < limit, f"waited for {seconds} s\n{self.output}"
-            time.sleep(_POLL_SECONDS)
+        wait_until(condition, seconds, "it", lambda: self.output, 0.1, self.process)
 
     def train_on(self, ranks: int, *, formations: int = 1, seconds: float = 90) -> None:
         """Wait until so many ranks, formed at least so often, have trained some steps."""

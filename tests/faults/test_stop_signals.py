@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from horovod_volo.models.build import build_model
-from tests.ranks.launching import launcher, python, run, started
+from tests.ranks.launching import launcher, python, run, started, wait_until
 
 SECONDS = 90
 SECONDS_TO_VANISH = 2  # a process that ended is listed until the kernel has freed its memory
@@ -55,6 +55,18 @@ exit_at_once(3)"""
         assert (done.returncode, done.stdout.split()) == (3, ["main", "thread", "registered"])
 
 
+def test_a_command_that_catches_the_interruption_is_interrupted_again():
+    program = """import contextlib, os, signal, time
+from horovod_volo.cluster.stop_signals import run_until_signal
+def main(_):
+    with contextlib.suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGINT)
+    print(time.sleep(0.5))
+run_until_signal(main, "stopped")"""
+    done = run([sys.executable, "-c", program])
+    assert (done.returncode, done.stdout) == (130, "SIGINT: stopped\n")
+
+
 def stop(
     arguments: list[object], number: signal.Signals, ready: Callable[[], object], *, to_all: bool = True
 ) -> tuple[int, list[str], float]:
@@ -73,9 +85,7 @@ def stop(
         (os.killpg if to_all else os.kill)(process.pid, number)
         output, _ = process.communicate(timeout=SECONDS)
         seconds = time.monotonic() - began
-        while in_session(process.pid) and time.monotonic() < began + seconds + SECONDS_TO_VANISH:
-            time.sleep(0.02)
-        assert not in_session(process.pid), "a process is left"
+        wait_until(lambda: not in_session(process.pid), SECONDS_TO_VANISH, "all processes to end", pause=0.02)
     return process.returncode, output.splitlines(), seconds
 
 
@@ -127,7 +137,7 @@ DOCTOR = ["doctor", "--shared", "{out}/runs"]
     ("command", "number", "delay", "text"),
     [  # at any time, also while torch is being imported
         (EVALUATE, signal.SIGTERM, 6.0, "the evaluation is stopped, and wrote no result"),
-        (DOCTOR, signal.SIGINT, 1.0, "the doctor is stopped, without a report"),
+        (DOCTOR, signal.SIGINT, 2.0, "the doctor is stopped, without a report"),
     ],
 )
 def test_a_command_ends_with_one_line(folder, tmp_path, command, number, delay, text):

@@ -89,10 +89,12 @@ def wait_until(
     what: str,
     context: Callable[[], str] = str,
     pause: float = 0.05,
+    process: subprocess.Popen[Any] | None = None,
 ) -> None:
-    """Wait until a condition holds, which is asked again after a pause; fail after so many seconds."""
+    """Wait until a condition holds, asked after pauses; fail after so many seconds, or if a process ends."""
     end = time.monotonic() + seconds
     while not holds():
+        assert process is None or process.poll() is None, f"it has ended before {what}\n{context()}"
         assert time.monotonic() < end, f"waited {seconds:.0f} seconds for {what}\n{context()}"
         time.sleep(pause)
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.ranks.forking import path_of_forks
-from tests.ranks.launching import environment, run
+from tests.ranks.launching import environment, run, wait_until
 from tests.runs import STOPPED, assert_same_tensors
 from tests.smoke.conftest import files_under
 
@@ -104,11 +104,8 @@ def test_a_signal_to_the_script_reaches_the_ranks(images: Path, tmp_path: Path) 
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(command, env=environment(LAUNCH=GLOO), stdout=output, stderr=output)
         try:
-            limit = time.monotonic() + 120
-            while "after epoch 2" not in log_of(tmp_path, "coarse"):
-                assert process.poll() is None, (tmp_path / "output").read_text()
-                assert time.monotonic() < limit
-                time.sleep(0.2)
+            shown = (tmp_path / "output").read_text
+            wait_until(lambda: "after epoch 2" in log_of(tmp_path, "coarse"), 120, "it", shown, 0.2, process)
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == STOPPED
         finally:

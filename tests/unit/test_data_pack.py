@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from shard_writers import example, picture, write_tar_index, write_tfrecord
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.packing import packed_split as packing
 from horovod_volo.pack import main
+from tests.ranks.launching import wait_until
 
 
 def write_images(folder, count):
@@ -123,11 +123,8 @@ def begun(folder, images, shards):
     command = [sys.executable, "-m", "horovod_volo.pack", folder / "images", folder / "out"]
     command += ["--workers", "2", "--shard-images", "10"]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while len(list((folder / "out/.packing").glob("train-0*.json"))) < shards:
-        assert running.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    plan = folder / "out/.packing"
+    wait_until(lambda: len(list(plan.glob("train-0*.json"))) >= shards, 60, "them", str, 0.001, running)
     return command, running
 
 
@@ -137,8 +134,7 @@ def test_a_killed_pack_is_resumed(tmp_path):
     workers = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     running.kill()
     running.communicate()
-    while any(Path(f"/proc/{worker}/exe").exists() for worker in workers):
-        time.sleep(0.01)
+    wait_until(lambda: not any(Path(f"/proc/{worker}/exe").exists() for worker in workers), 60, "their end")
     assert len(workers) >= 2
     assert not (out / "train").exists()
     finished = {json.loads(record.read_text())["file"] for record in records.glob("train-0*.json")}
