@@ -30,7 +30,7 @@ from horovod_volo.core.operators import choose_kernels
 from horovod_volo.data.images import catalog_file
 from horovod_volo.engine.banner import banner, batch_warnings, describe_run, format_lines
 from horovod_volo.engine.callbacks import PROFILERS, Callback, Callbacks, build_plugin_callbacks, parse_steps
-from horovod_volo.engine.checkpoint.files import CHECKPOINTS, checkpoint_path, clean_up, find_later
+from horovod_volo.engine.checkpoint import files
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.classification import TASKS
@@ -149,15 +149,16 @@ def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[L
     config, derived, folder = plan.config, plan.derived, run_folder(plan.config)
     try:
         lock = RunLock(folder, job)
-        clean_up(folder / CHECKPOINTS)
-        later = find_later(checkpoint_path(folder / CHECKPOINTS, first_step)).items()
-        if intact := [path for path, damage in later if not damage]:  # of a run that has ended meanwhile
+        files.clean_up(folder / files.CHECKPOINTS)
+        resumed = files.checkpoint_path(folder / files.CHECKPOINTS, first_step)
+        if intact := [path for path, damage in files.find_later(resumed).items() if not damage]:
             lock.close()
             raise UserError(f"{intact[-1]} was saved while this run was starting. Start it again.")
+        if resumed.exists():  # `last` points to an earlier one if the run was killed, to a later damaged one
+            files.update_link(resumed.with_name("last"), resumed, lock.check)
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
         # Other launchers prefix lines with the rank, which would break a progress line rewritten in place.
-        live = world.launcher in ("none", OWN)
-        return RunLogger(folder, length, live=live, may_write=lock.check), lock
+        return RunLogger(folder, length, live=world.launcher in ("none", OWN), may_write=lock.check), lock
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."

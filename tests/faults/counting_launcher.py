@@ -66,8 +66,7 @@ class CountingLauncher:
         self.failed: dict[str, float] = {}  # when processes of hosts failed
         self.first_asked = self.told = self.ended = 0.0
         self.status, self.commands = 0, [0]
-        for ended in (*folder.glob("cut.*"), *folder.glob("slow")):  # faults of an earlier launcher
-            ended.unlink()
+        (folder / "slow").unlink(missing_ok=True)  # a fault of an earlier launcher
         self.hub = Listener(("127.0.0.1", 0), backlog=64)
         self.http = HTTPServer(("127.0.0.1", 0), DriverRequest)
         self.http.launcher = self
@@ -110,7 +109,7 @@ class CountingLauncher:
                 self.hosts = names.split(",")
             else:
                 self.cut[names] = time.monotonic() + float(seconds[0])
-                (self.folder / f"cut.{names}").touch()
+                (self.folder / f"cut.{names}").write_text(str(self.cut[names]))
 
     def _accept(self) -> None:
         connection = self.hub.accept()
@@ -158,7 +157,6 @@ class CountingLauncher:
         for host, until in list(self.cut.items()):
             if now > until:
                 del self.cut[host]
-                (self.folder / f"cut.{host}").unlink()
         for host, process in list(self.processes.items()):
             if host not in self.cut and process_state(process) != "T":
                 self.silent.pop(host, None)

@@ -241,8 +241,7 @@ def noting(folder: Path) -> None:
             note(folder, event, **position, state=digest(run.state.full_state_dict()), **facts)
 
     register_callback(Notes)
-    take, close, write = RunLock.__init__, RunLock.close, files.write_checkpoint
-    began_at = dict[str, float]()
+    take, close = RunLock.__init__, RunLock.close
 
     def taking(self: RunLock, *arguments: Any) -> None:
         take(self, *arguments)
@@ -252,22 +251,19 @@ def noting(folder: Path) -> None:
         close(self)
         note(folder, "unlock")
 
-    def writing(checkpoints: Path, step: int, tensors: Any, *rest: Any, **options: Any) -> Path:
-        path = write(checkpoints, step, tensors, *rest, **options)
-        note(folder, "published", time=began_at["last"], step=step, state=digest(tensors))
-        return path
-
     def noted(write: Any, name: Any) -> Any:
         def writing(*arguments: Any) -> Any:
-            began_at[name(*arguments)] = began = time.monotonic()
+            began = time.monotonic()
             result = write(*arguments)  # it raises an error if this process must not
             note(folder, "write", time=began, file=name(*arguments))
+            if name(*arguments) == "last":
+                step, state = int(arguments[1].name.removeprefix("step_")), files.read_tensors(arguments[1])
+                note(folder, "published", time=began, step=step, state=digest(state))
             return result
 
         return writing
 
     RunLock.__init__, RunLock.close = taking, closing
-    files.write_checkpoint = writing
     AppendedFile.append = noted(AppendedFile.append, lambda file, _: file.path.name)
     files.update_link = noted(files.update_link, lambda link, *_: link.name)
     files.delete_old_checkpoints = noted(files.delete_old_checkpoints, lambda *_: "old checkpoints")
@@ -285,7 +281,8 @@ def inject(folder: Path) -> None:
         return now() + (float((folder / "clock").read_text() or 0) if (folder / "clock").exists() else 0.0)
 
     def requesting(self: ElasticJob, *arguments: Any) -> tuple[int, bytes]:
-        if (folder / f"cut.{os.environ['HOROVOD_HOSTNAME']}").exists():
+        cut = folder / f"cut.{os.environ['HOROVOD_HOSTNAME']}"
+        if cut.exists() and time.monotonic() < float(cut.read_text() or 0):
             raise TimeoutError("no route to host")
         return request(self, *arguments)
 

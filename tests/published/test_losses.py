@@ -96,11 +96,6 @@ LOSSES = [
 ]
 
 
-def corners(box: Box) -> tuple[int, int, int, int]:
-    """Return a box as the published networks return it."""
-    return box.top, box.left, box.top + box.height, box.left + box.width
-
-
 def random_logits(batch: int = BATCH, side: int = SIDE) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
     class_logits = 2 * torch.randn(batch, CLASSES, generator=generator)
@@ -129,7 +124,7 @@ def assert_equal(
     batch = len(labels.classes)
     own, other = random_logits(batch, side), random_logits(batch, side)
     ours = build_loss(settings, CLASSES, side)(*own, labels, box).total
-    theirs = loss((*other, corners(box)), target)
+    theirs = loss((*other, (box.top, box.left, box.top + box.height, box.left + box.width)), target)
     compare(f"{what}, {batch} of {side} x {side}, kept fraction {box.lam:.2f}, loss", ours, theirs)
     ours.backward()
     theirs.backward()

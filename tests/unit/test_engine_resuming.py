@@ -71,6 +71,18 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_being_replaced_is_found(
     assert not list(checkpoints.glob(".*"))
 
 
+def test_links_that_a_killed_run_did_not_update_are_updated(start: Start) -> None:
+    context, _ = start()
+    assert loop.fit(context)
+    last, best = (context.folder / CHECKPOINTS / name for name in ("last", "best"))
+    update_link(last, last.with_name("step_00000002"))
+    best.unlink()
+    resumed, _ = start(resume="auto")
+    assert last.resolve().name == "step_00000003"
+    assert loop.fit(resumed)
+    assert best.resolve() == last.resolve()
+
+
 def test_a_checkpoint_that_is_saved_while_a_run_starts_is_not_passed_over(start, tmp_path, monkeypatch):
     """As by a run that was asked to stop, and ends when the next one has chosen the checkpoint before."""
     context, _ = start()

@@ -178,15 +178,11 @@ def tar_samples(shard: Path) -> Iterator[ShardSample]:
         else:
             number = _class_number(file, shard, member)
         if image and number is not None:
-            yield ShardSample(number, _name(image.name), image.offset, image.size)
+            name = "/".join(image.name.removeprefix("./").split("/")[-2:])  # with its folder
+            yield ShardSample(number, name, image.offset, image.size)
             image, number = None, None
     if image or number is not None:
         raise damaged(shard, f"has {key.lstrip('/')} without {'its .cls' if image else 'an image'}")
-
-
-def _name(member: str) -> str:
-    """Return a member's file name with its parent folder."""
-    return "/".join(member.removeprefix("./").split("/")[-2:])
 
 
 def _class_number(file: OpenFile, shard: Path, member: Member) -> int:

@@ -113,13 +113,13 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 
 def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
-    checkpoint, best = _current_checkpoint(context), context.checkpoint_folder / "best"
+    checkpoint = _current_checkpoint(context)
     try:
         flush(context.folder / METRICS)  # the evaluation counts as logged from here on
         with atomic_write(checkpoint / _EVALUATION, context.may_write) as file:
             file.write(json.dumps(metrics).encode())
-        if not best.exists() or _score(checkpoint, context) > _score(best, context):
-            files.update_link(best, checkpoint, context.may_write)
+        if _is_new_best(context):
+            files.update_link(checkpoint.with_name("best"), checkpoint, context.may_write)
     except OSError as error:
         raise UserError(
             f"The evaluation of {checkpoint} could not be written: {error.strerror}. Checkpoints are intact: "
@@ -128,10 +128,10 @@ def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 
 def has_evaluation(context: TrainContext) -> bool:
-    """Return whether the current step's checkpoint has been evaluated. Collective: every rank calls this."""
+    """Return whether the current step was evaluated and `best` updated. Collective: every rank calls this."""
     # While a checkpoint is written, one of the same step may exist that this run has replaced.
     evaluated = not context.checkpoints.is_writing and (_current_checkpoint(context) / _EVALUATION).exists()
-    return bool(context.world.broadcast_object(evaluated))
+    return context.world.run_on_rank_zero(lambda: evaluated and not _is_new_best(context))
 
 
 def stops_early(context: TrainContext) -> bool:
@@ -148,9 +148,12 @@ def stops_early(context: TrainContext) -> bool:
         (first, _), (last, _) = map(context.derived.epoch_of, (best_step, context.state.step))
         return sum(epoch % run.eval_every == 0 for epoch in range(first + 1, last + 1))
 
-    if not run.early_stop:
-        return False
-    return context.world.run_on_rank_zero(evaluations_since_best) >= run.early_stop
+    return 0 < run.early_stop <= context.world.run_on_rank_zero(evaluations_since_best)
+
+
+def _is_new_best(context: TrainContext) -> bool:
+    current, best = _current_checkpoint(context), context.checkpoint_folder / "best"
+    return not best.exists() or _score(current, context) > _score(best, context)
 
 
 def _score(checkpoint: Path, context: TrainContext) -> float:
