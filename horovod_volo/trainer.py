@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -92,17 +92,15 @@ class Trainer:
         from horovod_volo.cluster.watchdog import watchdog_for
         from horovod_volo.engine.callbacks import StartAndEnd, standard_callbacks
         from horovod_volo.engine.interrupts import StopRequest
-        from horovod_volo.engine.run import run
+        from horovod_volo.engine.run import Start, run
 
-        config = self.config
-        if self._began:
-            config = replace(config, run=replace(config.run, resume="auto"))
+        config, start = self.config, Start(begun=self._began)
         noted = StartAndEnd()
         with closing(watchdog_for(config.run.hang_timeout)) as watchdog, StopRequest.while_training() as stop:
             world = connect_once(config)
             try:
                 callbacks = [*standard_callbacks(), noted, *self._callbacks]
-                finished = run(config, world, stop, watchdog, callbacks)
+                finished = run(config, world, stop, watchdog, callbacks, start)
             finally:
                 self._ran, self._began = noted.config or self._ran, self._began or noted.config is not None
         return world.run_on_rank_zero(lambda: _read_result(self.folder, finished, noted.step))

@@ -193,7 +193,8 @@ class _LedgerCheck:
         start = LedgerStart(**settings)
         if start.balance:
             raise _MistakeError("with --balance or --aug-repeats, images are drawn several times by plan")
-        if self._start is not None and replace(start, ranks=self._start.ranks) != self._start:
+        # At step 0 a run begins, whatever was tried before.
+        if step and self._start is not None and replace(start, ranks=self._start.ranks) != self._start:
             raise _MistakeError(f"the settings changed at step {step}, so the orders do not continue")
         if step > self._step:
             raise _MistakeError(f"steps {self._step + 1} to {step} are missing")

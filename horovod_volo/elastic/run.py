@@ -9,7 +9,6 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,9 +122,7 @@ class ElasticRun(Callback):
         world.collectives.heartbeat = watchdog.heartbeat
         watchdog.heartbeat.begin("looking for the newest state")
         newest = self.find_newest(world)
-        if self.resumes:
-            config = replace(config, run=replace(config.run, resume="auto"))
-        start = Start(self.job.name, self.take_over if newest else None)
+        start = Start(self.job.name, self.take_over if newest else None, self.resumes)
         return train(config, world, [self.ledger, self], start)
 
 

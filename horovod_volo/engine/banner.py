@@ -30,7 +30,7 @@ _COMPARED = (
 )
 
 
-def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
+def banner(context: TrainContext, hosts: Sequence[str]) -> dict[str, str]:
     """Return the properties of a run that its log begins with, given each rank's host name."""
     world, config, derived, state = context.world, context.config, context.derived, context.state
     properties = {

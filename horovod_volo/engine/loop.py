@@ -45,11 +45,11 @@ def train_epochs(context: TrainContext) -> bool:
             saving.save_checkpoint(context)
             metrics = evaluate(context)
             log_bad_samples(context, context.learner.bad_held_out)
-            saving.save_evaluation(context, metrics)
-            context.callbacks.evaluated(context, metrics)
             context.logger.log_pictures(context.state.step, "evaluation", context.learner.pictures)
             for name, content in context.learner.files(context.state.step).items():
                 context.logger.write_file(name, content)
+            saving.save_evaluation(context, metrics)  # last: a run that is killed before evaluates again
+            context.callbacks.evaluated(context, metrics)
         if context.state.step == context.derived.total_steps or saving.stops_early(context):
             saving.finish_checkpoint(context)
             return True

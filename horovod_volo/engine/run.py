@@ -55,6 +55,7 @@ class Start(NamedTuple):
 
     job: str = ""  # the name of these ranks and those before, whose lock of the run folder they may take over
     take_over: Callable[[TrainState, World], None] | None = None  # loads the state; collective
+    begun: bool = False  # before: its own checkpoint, if there is one, is resumed, not that of --resume
 
 
 FROM_DISK = Start()  # from a checkpoint, or with fresh weights
@@ -107,7 +108,7 @@ def setup(
     begin_stage("looking for a checkpoint", slow)  # it is read as slowly as it is written
     checkpoint = None
     if start.take_over is None:
-        checkpoint = checkpoint_to_resume(config, world, plan.task, plan.data.train)
+        checkpoint = checkpoint_to_resume(config, world, plan.task, plan.data.train, start.begun)
     is_new = checkpoint is None and start.take_over is None
 
     begin_stage("building the network", slow if config.model.finetune else 0.0)
@@ -147,18 +148,22 @@ def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[L
     if not world.is_rank_zero:
         return Logger(), None
     config, derived, folder = plan.config, plan.derived, run_folder(plan.config)
+    length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
+    # Other launchers prefix lines with the rank, which would break a progress line rewritten in place.
+    live = world.launcher in ("none", OWN)
     try:
-        lock = RunLock(folder, job)
-        files.clean_up(folder / files.CHECKPOINTS)
-        resumed = files.checkpoint_path(folder / files.CHECKPOINTS, first_step)
-        if intact := [path for path, damage in files.find_later(resumed).items() if not damage]:
-            lock.close()
-            raise UserError(f"{intact[-1]} was saved while this run was starting. Start it again.")
-        if resumed.exists():  # `last` points to an earlier one if the run was killed, to a later damaged one
-            files.update_link(resumed.with_name("last"), resumed, lock.check)
-        length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
-        # Other launchers prefix lines with the rank, which would break a progress line rewritten in place.
-        return RunLogger(folder, length, live=world.launcher in ("none", OWN), may_write=lock.check), lock
+        with ExitStack() as after_error:
+            lock = RunLock(folder, job)
+            after_error.callback(lock.close)
+            files.clean_up(folder / files.CHECKPOINTS)
+            resumed = files.checkpoint_path(folder / files.CHECKPOINTS, first_step)
+            if intact := [path for path, damage in files.find_later(resumed).items() if not damage]:
+                raise UserError(f"{intact[-1]} was saved while this run was starting. Start it again.")
+            if resumed.exists():  # `last` may be of an earlier step after a kill, of a later damaged one
+                files.update_link(resumed.with_name("last"), resumed, lock.check)
+            logger = RunLogger(folder, length, live=live, may_write=lock.check)
+            after_error.pop_all()
+            return logger, lock
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
@@ -251,17 +256,16 @@ def _watch_ranks(config: Config, world: World, watchdog: Watchdog) -> list[str]:
 
 def log_start(context: TrainContext, warnings: list[str], *, shown: bool = True) -> None:
     """Log the banner, write `resolved.toml` and `environment.json`. Collective: every rank calls this."""
-    hosts = list(context.hosts)
     bindings = context.world.allgather_object(str(context.resources))
     warnings_of_ranks = context.world.allgather_object(context.world.binding.warnings)
     binding_warnings = dict.fromkeys(text for texts in warnings_of_ranks for text in texts)  # each once
-    properties = banner(context, hosts)
+    properties = banner(context, context.hosts)
     if shown:
         context.logger.log(*format_lines(properties, [*binding_warnings, *warnings]))
     _note_peak(context)
     context.logger.describe(context.state.step, partial(describe_run, context))
     context.logger.write_file("resolved.toml", dump(context.config))
-    environment = collect_environment() | {"hosts": hosts, "bindings": bindings, "banner": properties}
+    environment = collect_environment() | {"hosts": context.hosts, "bindings": bindings, "banner": properties}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))
 
 

@@ -51,6 +51,7 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     folder = folder.resolve()
     make_folder(folder.parent)
     beside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
+    replaced = beside.with_suffix(".replaced")
     beside.mkdir()
     try:
         yield beside
@@ -60,12 +61,14 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
         flush(beside)
         check_folder(folder, replace=replace)  # again: another process may have created it
         if folder.exists() and replace:
-            folder.replace(beside.with_suffix(".replaced"))
+            folder.replace(replaced)
         beside.replace(folder)
         flush(folder.parent)
     finally:
+        if replaced.exists() and not folder.exists():  # the new one could not take its place
+            replaced.replace(folder)
         shutil.rmtree(beside, ignore_errors=True)
-        shutil.rmtree(beside.with_suffix(".replaced"), ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:

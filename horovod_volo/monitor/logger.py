@@ -114,10 +114,11 @@ class AppendedFile:
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
-    """Read the records of a file, without lines that are damaged; none where there is no file."""
+    """Read the intact records of a file, the last of each kind and step: killed runs repeat an evaluation."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    records = (parsed_line(line) for line in lines)
-    return [record for record in records if record and isinstance(record.get("step"), int | float)]
+    parsed = filter(None, map(parsed_line, lines))
+    records = (record for record in parsed if isinstance(record.get("step"), int | float))
+    return list({(record["step"], kind_of(record)): record for record in records}.values())
 
 
 def kind_of(record: MetricsRecord) -> str:

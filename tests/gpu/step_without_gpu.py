@@ -71,11 +71,6 @@ def rates(*arguments: Any, **named: Any) -> torch.Tensor:
 linspace, compiler = torch.linspace, torch.compile
 
 
-def whole_graph(function: Any, **_: Any) -> Any:
-    """Trace a function as torch.compile would; a graph break is an error."""
-    return compiler(function, backend="eager", fullgraph=True)
-
-
 def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool, ranks: int) -> None:
     precision = {"precision": "bf16", "clip_grad": 1.0, "ema_decay": 0.99}
     config = bench_config(**(precision | settings | {"batch_size": BATCH, "img_size": SIDE}))
@@ -91,7 +86,8 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool, ranks:
         patch.object(torch.cuda, "Event", MagicMock()),  # recording one does not wait
         patch.object(torch, "linspace", rates),
         patch.object(BucketScales, "update_after_restore", lambda _: None),  # at the start, where it may wait
-        patch.object(torch, "compile", whole_graph),
+        # A graph break is an error.
+        patch.object(torch, "compile", lambda block, **_: compiler(block, backend="eager", fullgraph=True)),
         patch.object(synthetic, "choose_kernels", lambda *_: use_kernels(OPERATORS)),
     ):
         with GPU:

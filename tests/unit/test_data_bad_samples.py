@@ -55,10 +55,6 @@ def open_loader(folder: Path, **settings: object) -> TrainLoader:
     return train_loader(catalog, Data(batch_size=4, **(PLAIN | settings)), labels)  # type: ignore[arg-type]
 
 
-def indices_of(loader: TrainLoader) -> list[int]:
-    return sorted(int(index) for batch in loader.batches(0, 0) for index in batch.indices)
-
-
 def with_large_sides(jpeg: bytes) -> bytes:
     sides = jpeg.index(b"\xff\xc0") + 5  # after the start-of-frame marker, length and bits
     return jpeg[:sides] + b"\xff\xff\xff\xff" + jpeg[sides + 4 :]
@@ -117,7 +113,7 @@ def test_a_damaged_sample_is_replaced_by_a_fixed_other_one(folder: Path, how: st
     file.unlink()
     change(file, whole)
     for _ in range(2):  # by the same image in each pass over the data
-        assert indices_of(loader) == REPLACED
+        assert sorted(int(index) for batch in loader.batches(0, 0) for index in batch.indices) == REPLACED
     assert loader.bad_samples.skipped == 2
     (reported,) = loader.bad_samples.new_messages()  # reported once
     assert reported.startswith((f"{file} {reason}", f"{reason} {label_map_of(file)}"))

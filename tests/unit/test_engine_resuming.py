@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger import check_ledger
 from horovod_volo.engine import loop, run
+from horovod_volo.engine.accuracy import CONFUSIONS
 from horovod_volo.engine.callbacks import Callbacks, standard_callbacks
 from horovod_volo.engine.checkpoint import files, saving
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS, find_checkpoint, read_tensors, update_link
@@ -57,7 +59,7 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_being_replaced_is_found(
     assert resumed.state.step == 2
     (warning,) = (text for text in warnings if "damaged" in text)
     assert warning.startswith(f"{checkpoints / 'step_00000003'} is damaged")
-    assert warning.endswith("step_00000002 is resumed")
+    assert warning.endswith("step 2 is resumed")
     # A run that was killed between the renames of a replaced step resumes.
     last = checkpoints / "step_00000003"
     shutil.rmtree(last)
@@ -71,12 +73,19 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_being_replaced_is_found(
     assert not list(checkpoints.glob(".*"))
 
 
-def test_links_that_a_killed_run_did_not_update_are_updated(start: Start) -> None:
+def test_links_that_a_killed_run_did_not_update_are_updated(start, monkeypatch) -> None:
     context, _ = start()
+    confusions = context.folder / CONFUSIONS
+    monkeypatch.setattr(saving, "save_evaluation", lambda *each: (confusions.stat(), save_evaluation(*each)))
     assert loop.fit(context)
     last, best = (context.folder / CHECKPOINTS / name for name in ("last", "best"))
-    update_link(last, last.with_name("step_00000002"))
     best.unlink()
+    last.unlink()
+    last.mkdir()
+    with pytest.raises(AllRanksError, match="cannot be written"):
+        start(resume="auto")
+    last.rmdir()
+    update_link(last, last.with_name("step_00000002"))
     resumed, _ = start(resume="auto")
     assert last.resolve().name == "step_00000003"
     assert loop.fit(resumed)
@@ -89,13 +98,8 @@ def test_a_checkpoint_that_is_saved_while_a_run_starts_is_not_passed_over(start,
     assert loop.fit(context)
     newest = context.folder / "checkpoints" / "step_00000003"
     newest.rename(unsaved := tmp_path / "unsaved")
-    built = run.build_state
-
-    def save_and_build(*arguments: Any, **options: Any) -> Any:
-        unsaved.rename(newest)
-        return built(*arguments, **options)
-
-    monkeypatch.setattr(run, "build_state", save_and_build)
+    build, save = run.build_state, partial(unsaved.rename, newest)
+    monkeypatch.setattr(run, "build_state", lambda *one, **other: (save(), build(*one, **other))[1])
     with pytest.raises(AllRanksError, match=r"step_00000003 was saved while this run was starting"):
         start(resume="auto")
     monkeypatch.undo()

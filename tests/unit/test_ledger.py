@@ -57,6 +57,7 @@ def written(folder: Path, first: int, last: int, start: LedgerStart = START, **m
 
 
 def test_an_epoch_and_a_half(tmp_path: Path) -> None:
+    written(tmp_path, 1, 3, replace(START, seed=8))  # an attempt that saved nothing
     ledger = written(tmp_path, 1, 4)
     take(ledger, 5, 9)  # across the end of the epoch
     ledger.write()

@@ -110,13 +110,10 @@ def test_onnx_gives_the_same_logits_for_any_batch(name: str, side: int, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def tiny() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 8), nn.ReLU(), nn.Flatten(), nn.Linear(4, 5)).requires_grad_(False)
-
-
 def test_a_fixed_batch_and_a_newer_opset(tmp_path: Path) -> None:
     runtime, onnx = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
-    file, network = tmp_path / "model.onnx", tiny()
+    file, layers = tmp_path / "model.onnx", (nn.Conv2d(3, 4, 8), nn.ReLU(), nn.Flatten(), nn.Linear(4, 5))
+    network = nn.Sequential(*layers).requires_grad_(False)
     write_onnx(network, file, image_side=8, batch=4, opset=21)
     assert onnx_difference(network, file, [(4, 8, 8)]) <= 1e-5
     assert onnx.load(file).opset_import[0].version == 21
@@ -257,7 +254,7 @@ def test_timm_alone_loads_an_exported_folder(tmp_path: Path) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_exported_folder_is_complete_or_absent(tmp_path: Path) -> None:
+def test_an_exported_folder_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "new" / "export"
     with contextlib.suppress(KeyboardInterrupt), atomic_folder(target, replace=False) as made:
         (made / WEIGHTS).write_text("half")
@@ -270,6 +267,13 @@ def test_an_exported_folder_is_complete_or_absent(tmp_path: Path) -> None:
         assert (target / CONFIG).read_text() == text
         assert [path.name for path in target.parent.iterdir()] == ["export"]
     assert (target / CONFIG).stat().st_mode & 0o444 == target.parent.stat().st_mode & 0o444
+    rename, nowhere = Path.replace, tmp_path / "missing" / "export"
+    interrupted = lambda path, to: rename(path, nowhere if path.suffix == ".partial" else to)  # noqa: E731
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(FileNotFoundError), atomic_folder(target, replace=True) as made:
+        (made / CONFIG).write_text("third")
+    assert (target / CONFIG).read_text() == "second"
+    assert [path.name for path in target.parent.iterdir()] == ["export"]
 
 
 def test_concurrent_exports_do_not_replace_each_other(tmp_path: Path) -> None:

@@ -145,8 +145,8 @@ def test_a_last_line_that_was_written_in_part_is_dropped(cut: str, tmp_path: Pat
     assert [record["step"] for record in metrics(tmp_path)] == [1, 6]
 
 
-def test_a_last_line_without_a_line_feed_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}', encoding="utf-8")
+def test_a_last_line_without_a_line_feed_is_kept_and_what_is_repeated_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2, "top1": 3.0}\n{"step": 2}')
     RunLogger(tmp_path, RunLength(5, 10, 10, 1)).close()
     assert metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from horovod_volo.report.chart import Chart, Curve, Point, draw, linear_axis, log_axis
+from horovod_volo.report.chart import Chart, Curve, draw, linear_axis, log_axis
 from horovod_volo.report.quantities import Quantity
 from tests.unit.parsed_page import ParsedPage
 
@@ -19,10 +19,6 @@ def grid_of(page: ParsedPage, number: int) -> tuple[float, ...]:
     """Return left, top, right and bottom of the axes of a drawing."""
     (_, found) = [each for each in page.elements if "data-box" in each[1]][number]
     return tuple(map(float, found["data-box"].split()))
-
-
-def places(path: str) -> list[Point]:
-    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path)]
 
 
 @pytest.mark.parametrize("is_log", [False, True])
@@ -39,7 +35,8 @@ def test_points_are_where_the_axes_say(is_log: bool) -> None:
         expected = [
             (left + (right - left) * x / 8, bottom - (bottom - top) * axis.place(y)) for x, y in points
         ]
-        assert np.array(places(path)) == pytest.approx(np.array(expected), abs=0.11)
+        places = re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path)
+        assert np.array(places, float) == pytest.approx(np.array(expected), abs=0.11)
     (figure,) = [found for tag, found in page.elements if tag == "figure"]
     (said,) = json.loads(figure["data-points"])["curves"]
     assert said["y"] == [f"{y:#.4g} units" for y in values]

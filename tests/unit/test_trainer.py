@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -216,6 +217,19 @@ def test_a_run_that_could_not_be_built_leaves_its_folder_free(images, tmp_path, 
         trainer.fit()
     assert not (trainer.folder / "lock.json").exists()
     assert trainer.fit().step == 1
+
+
+def test_what_is_resumed_is_resumed_again_after_an_error(images: Path, tmp_path: Path) -> None:
+    taken, settings = list[TrainContext](), SETTINGS | {"output": tmp_path, "stop_at_step": 1}
+    first = Trainer(images, name="first", **settings)
+    first.fit()
+    settings["callbacks"] = [AtStep(1, taken.append)]
+    second = Trainer(images, name="second", resume=first.folder, **settings)
+    fails = patch("horovod_volo.engine.run.fit", side_effect=ZeroDivisionError)
+    with fails, pytest.raises(ZeroDivisionError):
+        second.fit()
+    assert second.fit().step == 1
+    assert not taken
 
 
 @pytest.mark.parametrize(("task", "score"), [("segmentation", "miou"), ("detection", "ap50")])

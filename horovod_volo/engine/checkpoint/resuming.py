@@ -25,16 +25,20 @@ _OF_FLAGS = {"model", "model_kwargs", "first_size", "freeze", "image_decoder", "
 _OF_FLAGS |= {"aug_repeats", "ema_warmup"}
 
 
-def checkpoint_to_resume(config: Config, world: World, task: Task, train: Samples) -> Path | None:
+def checkpoint_to_resume(
+    config: Config, world: World, task: Task, train: Samples, begun: bool
+) -> Path | None:
     """Return the checkpoint to resume from, or None for a new run. Collective: every rank calls this.
 
-    Its metadata are checked against the settings here, before a model is built.
+    Its metadata are checked against the settings here, before a model is built. If this run has `begun`, its
+    own checkpoint, if there is one, takes the place of what --resume names.
     """
-    return world.run_on_rank_zero(partial(_select, config, world.size, task, train))
+    return world.run_on_rank_zero(partial(_select, config, begun, world.size, task, train))
 
 
-def _select(config: Config, ranks: int, task: Task, train: Samples) -> Path | None:
-    folder, resume = run_folder(config), config.run.resume
+def _select(config: Config, begun: bool, ranks: int, task: Task, train: Samples) -> Path | None:
+    folder = run_folder(config)
+    resume = "auto" if begun and files.has_checkpoint(folder) else config.run.resume
     if not resume:
         if files.has_checkpoint(folder):
             raise UserError(
@@ -73,16 +77,11 @@ def restore_state(
     step = metadata.get("step", 0) if step is None else step
     state.load_full_state_dict(loaded, metadata.get("scaler", {}), step, world)
     world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
-    warnings = world.run_on_rank_zero(lambda: _damaged_later(checkpoint) if checkpoint else [])
+    later = world.run_on_rank_zero(lambda: files.find_later(checkpoint) if checkpoint else {})
+    warnings = [f"{path} is damaged: {what}; step {step} is resumed" for path, what in later.items() if what]
     if sum(map(len, saved.values())) > sum(map(len, loaded.values())):
         warnings.append(f"aux_head of {checkpoint} is left out: this run does not train it")
     return warnings
-
-
-def _damaged_later(checkpoint: Path) -> list[str]:
-    """Return a warning for each damaged checkpoint that is later than the one to resume from."""
-    later = files.find_later(checkpoint).items()
-    return [f"{path} is damaged: {what}; {checkpoint.name} is resumed" for path, what in later if what]
 
 
 def _without_aux_head(saved: files.StateDicts) -> files.StateDicts:

@@ -113,13 +113,13 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 
 def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
-    checkpoint = _current_checkpoint(context)
+    checkpoint, best = _current_checkpoint(context), context.checkpoint_folder / "best"
     try:
         flush(context.folder / METRICS)  # the evaluation counts as logged from here on
         with atomic_write(checkpoint / _EVALUATION, context.may_write) as file:
             file.write(json.dumps(metrics).encode())
-        if _is_new_best(context):
-            files.update_link(checkpoint.with_name("best"), checkpoint, context.may_write)
+        if not best.exists() or _score(checkpoint, context) > _score(best, context):
+            files.update_link(best, checkpoint, context.may_write)
     except OSError as error:
         raise UserError(
             f"The evaluation of {checkpoint} could not be written: {error.strerror}. Checkpoints are intact: "
@@ -129,9 +129,12 @@ def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 def has_evaluation(context: TrainContext) -> bool:
     """Return whether the current step was evaluated and `best` updated. Collective: every rank calls this."""
+    this, best = _current_checkpoint(context), context.checkpoint_folder / "best"
     # While a checkpoint is written, one of the same step may exist that this run has replaced.
-    evaluated = not context.checkpoints.is_writing and (_current_checkpoint(context) / _EVALUATION).exists()
-    return context.world.run_on_rank_zero(lambda: evaluated and not _is_new_best(context))
+    saved = not context.checkpoints.is_writing
+    return context.world.run_on_rank_zero(
+        lambda: saved and -1 < _score(this, context) <= _score(best, context)
+    )
 
 
 def stops_early(context: TrainContext) -> bool:
@@ -151,11 +154,6 @@ def stops_early(context: TrainContext) -> bool:
     return 0 < run.early_stop <= context.world.run_on_rank_zero(evaluations_since_best)
 
 
-def _is_new_best(context: TrainContext) -> bool:
-    current, best = _current_checkpoint(context), context.checkpoint_folder / "best"
-    return not best.exists() or _score(current, context) > _score(best, context)
-
-
 def _score(checkpoint: Path, context: TrainContext) -> float:
     """Return the better score of raw and averaged weights; -1 if there is no intact evaluation."""
     file = checkpoint / _EVALUATION
@@ -164,9 +162,7 @@ def _score(checkpoint: Path, context: TrainContext) -> float:
     except FileNotFoundError:  # `best` was saved again, after a resume from an earlier checkpoint
         return -1.0
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        context.logger.log(
-            f"{file.resolve()} is damaged: {checkpoint.parent / 'best'} gives way to this evaluation"
-        )
+        context.logger.log(f"{file.resolve()} is damaged, and counts for nothing")
         return -1.0
 
 
