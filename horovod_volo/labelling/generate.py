@@ -98,6 +98,7 @@ def teacher_images(
         device=resources.device,
         threads=resources.threads,
         normalization=Normalization(teacher.mean, teacher.std),
+        interpolation=teacher.interpolation,
     )
 
 

@@ -68,9 +68,7 @@ def import_labels(
         catalog=catalog.digest,
     )
     finished = {number: writer.finished(number) for number in range(writer.shards)}
-    records = {number: record for number, record in finished.items() if record}
-    if fail_on_bad_samples:  # what was wrong may have been repaired
-        records = {number: record for number, record in records.items() if not record.problems}
+    records = {number: record for number, record in finished.items() if record and not record.problems}
     _import_shards(writer, source, keys, workers, records, progress)
     problems = [problem for number in range(writer.shards) for problem in records[number].problems]
     if not (problems and fail_on_bad_samples):

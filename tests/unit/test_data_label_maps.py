@@ -170,7 +170,7 @@ def test_an_import_reports_damage_and_is_resumed(tmp_path, catalog, source):
     before = finished.stat().st_mtime_ns
     (tmp_path / "s" / ".maps-00000.safetensors.x.partial").touch()  # the temporary file of a killed attempt
     publish(source, catalog)
-    problems, calls = run_import(source, tmp_path / "s", catalog)
+    problems, calls = run_import(source, tmp_path / "s", catalog, fail_on_bad_samples=False)
     assert (problems, calls[0]) == ([], (4, 12))  # the maps of the finished shard, which is left as it is
     assert finished.stat().st_mtime_ns == before
     assert not list((tmp_path / "s").glob(".*"))

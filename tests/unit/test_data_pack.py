@@ -162,8 +162,10 @@ def test_a_killed_worker_ends_the_command(tmp_path):
 
 
 def test_another_pack_in_the_same_folder_is_refused(images, packed, tmp_path, capsys):
-    assert pack(images, packed, "--shard-images", 16, "--seed", 1) == 2
-    assert "train was packed from other images" in capsys.readouterr().err
+    copied = shutil.copytree(images, tmp_path / "copied")
+    for source, *flags in ((images, "--seed", 1), (copied,)):
+        assert pack(source, packed, "--shard-images", 16, *flags) == 2
+        assert "train was packed from other images" in capsys.readouterr().err
     assert pack(images, images) == 2
     assert "train has no manifest.json: it is not a packed split. Name another" in capsys.readouterr().err
     assert not (images / ".packing").exists()

@@ -63,14 +63,14 @@ def pack(
     left_out = []
     for split, catalog in catalogs.items():
         assert catalog.path is not None  # it was listed into a folder
-        images = len(catalog)
+        images, source = len(catalog), str(data_dir.resolve())
         shuffled = packing_order(options.seed, images) if options.shuffle else None
         content = SplitContent(
             classes=catalog.classes,
             order=np.arange(images, dtype=np.uint32) if shuffled is None else shuffled,
             shard_images=options.shard_images,
             shard_bytes=options.shard_bytes,
-            provenance={**asdict(options), "catalog": catalog.digest, "images": images},
+            provenance=asdict(options) | {"catalog": catalog.digest, "images": images, "source": source},
             open=partial(_open_images, catalog.path, catalog.digest, options, records),
         )
         left_out += pack_split(content, out, split, workers=workers, progress=progress(split))

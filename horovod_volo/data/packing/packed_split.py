@@ -131,7 +131,7 @@ def pack_split(
     provenance, images = content.provenance, len(content.order)
     if (out / split).exists():
         manifest = read_manifest(out / split)
-        if manifest.asked != provenance:
+        if {**provenance, **manifest.asked} != provenance:  # earlier versions noted no source
             raise _mismatch(out / split)
         return manifest.left_out
     folder = out / f"{split}{WORK}"
@@ -227,7 +227,7 @@ def _images_per_shard(plan: Path, content: SplitContent) -> int:
     planned = json.loads(plan.read_text())
     # An earlier version shuffled in another order.
     in_order = planned.get("order") == _ORDER or not content.provenance.get("shuffle")
-    if planned["asked"] != content.provenance or not in_order:
+    if {**content.provenance, **planned["asked"]} != content.provenance or not in_order:
         raise _mismatch(plan)
     return int(planned["images"])
 
