@@ -76,7 +76,7 @@ LIES: dict[str, tuple[str | Forgery, ...]] = {  # what the judge says, and the f
     "another seed": ("seed is 43", of("hosts", 0, lambda each: {"seed": each["seed"] + 1})),
     "other ranks": ("not those that began", of("hosts", 0, lambda _: {"ranks": 4, "hosts": ["a"] * 4})),
     "ranks without hosts": ("ranks is 2, not 1", of("hosts", 0, lambda _: {"hosts": ["a"]})),
-    "a checkpoint that is gone": ("is gone", all_of("checkpoints", lambda left: dict([*left.items()][1:]))),
+    "a checkpoint that is gone": ("is gone", all_of("checkpoints", lambda by: dict(sorted(by.items())[:-1]))),
     "a resume from an older one": ("had been published", resumed_from_older),
     "two writers at one time": ("had the lock", two_writers),
     "other weights after a step": (f"step: .* {OTHER}", of("step", 5, lambda _: {"state": "0"})),

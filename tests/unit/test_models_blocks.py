@@ -180,8 +180,9 @@ IMAGES = random_images(6, 64)
 
 
 def loss_of(model: Model, drop_path_seed: int = 0) -> Tensor:
-    mix = lambda grid: torch.cat([grid[:, :2].flip(0), grid[:, 2:]], dim=1)  # noqa: E731
-    class_logits, token_logits = model.training_logits(IMAGES, mix, drop_path_seed)
+    class_logits, token_logits = model.training_logits(
+        IMAGES, lambda grid: torch.cat([grid[:, :2].flip(0), grid[:, 2:]], dim=1), drop_path_seed
+    )
     return class_logits.float().square().mean() + token_logits.float().square().mean()
 
 

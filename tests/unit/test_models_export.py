@@ -267,9 +267,8 @@ def test_an_exported_folder_is_complete_or_absent(tmp_path: Path, monkeypatch: p
         assert (target / CONFIG).read_text() == text
         assert [path.name for path in target.parent.iterdir()] == ["export"]
     assert (target / CONFIG).stat().st_mode & 0o444 == target.parent.stat().st_mode & 0o444
-    rename, nowhere = Path.replace, tmp_path / "missing" / "export"
-    interrupted = lambda path, to: rename(path, nowhere if path.suffix == ".partial" else to)  # noqa: E731
-    monkeypatch.setattr(Path, "replace", interrupted)
+    move, gone = Path.replace, tmp_path / "missing" / "export"
+    monkeypatch.setattr(Path, "replace", lambda old, to: move(old, gone if old.suffix == ".partial" else to))
     with pytest.raises(FileNotFoundError), atomic_folder(target, replace=True) as made:
         (made / CONFIG).write_text("third")
     assert (target / CONFIG).read_text() == "second"

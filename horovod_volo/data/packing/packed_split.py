@@ -128,11 +128,10 @@ def pack_split(
     content: SplitContent, out: Path, split: Split, *, workers: int, progress: Progress
 ) -> list[str]:
     """Pack one split, or resume; return one message for each image that was left out."""
-    provenance, images = content.provenance, len(content.order)
+    images = len(content.order)
     if (out / split).exists():
         manifest = read_manifest(out / split)
-        if {**provenance, **manifest.asked} != provenance:  # earlier versions noted no source
-            raise _mismatch(out / split)
+        _check_asked(manifest.asked, content, out / split)
         return manifest.left_out
     folder = out / f"{split}{WORK}"
     folder.mkdir(exist_ok=True)
@@ -151,11 +150,13 @@ def pack_split(
     return [image for shard in shards for image in shard.left_out]
 
 
-def _mismatch(packed: Path) -> UserError:
-    return UserError(
-        f"{packed} was packed from other images or with other options. Give those it was packed "
-        "with, name another output folder, or remove this one."
-    )
+def _check_asked(asked: dict[str, Any], content: SplitContent, packed: Path) -> None:
+    """Raise UserError if an earlier pack was of something else. Not all packs have noted their source."""
+    if {"source": content.provenance.get("source"), **asked} != {"source": None, **content.provenance}:
+        raise UserError(
+            f"{packed} was packed from other images or with other options. Give those it was packed "
+            "with, name another output folder, or remove this one."
+        )
 
 
 def _pack_shards(
@@ -227,8 +228,7 @@ def _images_per_shard(plan: Path, content: SplitContent) -> int:
     planned = json.loads(plan.read_text())
     # An earlier version shuffled in another order.
     in_order = planned.get("order") == _ORDER or not content.provenance.get("shuffle")
-    if {**content.provenance, **planned["asked"]} != content.provenance or not in_order:
-        raise _mismatch(plan)
+    _check_asked(planned["asked"] if in_order else {}, content, plan)
     return int(planned["images"])
 
 

@@ -129,11 +129,11 @@ def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
 
 def has_evaluation(context: TrainContext) -> bool:
     """Return whether the current step was evaluated and `best` updated. Collective: every rank calls this."""
-    this, best = _current_checkpoint(context), context.checkpoint_folder / "best"
+    current, best = _current_checkpoint(context), context.checkpoint_folder / "best"
     # While a checkpoint is written, one of the same step may exist that this run has replaced.
-    saved = not context.checkpoints.is_writing
+    is_saved = not context.checkpoints.is_writing
     return context.world.run_on_rank_zero(
-        lambda: saved and -1 < _score(this, context) <= _score(best, context)
+        lambda: is_saved and -1 < _score(current, context) <= _score(best, context)
     )
 
 
@@ -151,7 +151,9 @@ def stops_early(context: TrainContext) -> bool:
         (first, _), (last, _) = map(context.derived.epoch_of, (best_step, context.state.step))
         return sum(epoch % run.eval_every == 0 for epoch in range(first + 1, last + 1))
 
-    return 0 < run.early_stop <= context.world.run_on_rank_zero(evaluations_since_best)
+    if not run.early_stop:
+        return False
+    return context.world.run_on_rank_zero(evaluations_since_best) >= run.early_stop
 
 
 def _score(checkpoint: Path, context: TrainContext) -> float:
