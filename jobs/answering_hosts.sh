@@ -5,7 +5,7 @@
 set -uo pipefail
 port=$2
 answers() { [[ $1 == "$(uname -n)" || $1 == localhost ]] || timeout 5 bash -c ": >/dev/tcp/$1/$port"; }
-while IFS= read -r line; do
+while IFS= read -r line || [[ -n $line ]]; do # the last line may not be ended
     [[ $line == *?:[1-9]* ]] && { answers "${line%:*}" && echo "$line"; } 2>/dev/null &
 done <"$1"
 wait

@@ -113,7 +113,8 @@ class _EndOnSignal:
             rank = f" on rank {launch.rank}" if launch.size > 1 else ""
             # A progress line that is rewritten in place is not ended yet.
             start = "\n" if os.isatty(_STDERR) else ""
-            os.write(_STDERR, f"{start}{signal.Signals(number).name}{rank}: {self._outcome}\n".encode())
+            with contextlib.suppress(OSError):
+                os.write(_STDERR, f"{start}{signal.Signals(number).name}{rank}: {self._outcome}\n".encode())
         self._printed.set()
         for _ in range(_RETRIES):
             self._lost.wait(_RETRY_SECONDS)

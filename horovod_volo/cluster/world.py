@@ -1,6 +1,7 @@
 """Rank, size and device of this process, and the collectives on objects, errors and small tensors."""
 
 import hashlib
+import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -98,7 +99,9 @@ class World:
             wait()
 
     def leave_together(self) -> None:
-        """Wait for all ranks, because launchers kill the others when the first one exits. Collective."""
+        """Wait for all ranks, because launchers end the others when the first one exits. Collective."""
+        if self.size > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what launchers send: this rank leaves too
         with suppress(RankLostError):
             self.broadcast_object(None)
 

@@ -32,8 +32,7 @@ def code_hashes(package: Path) -> dict[str, str]:
 
 def code_digest() -> str:
     """Return a digest of this package's source files and recipes."""
-    hashes = code_hashes(PACKAGE)
-    return hashlib.sha256(repr(hashes).encode()).hexdigest()[:12]
+    return hashlib.sha256(repr(code_hashes(PACKAGE)).encode()).hexdigest()[:12]
 
 
 def _version(package: str) -> str:

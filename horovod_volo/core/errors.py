@@ -4,11 +4,13 @@ Entry points print a UserError's text without a traceback and exit with status 2
 what is wrong, where, and what to type instead.
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from errno import EIO, EPIPE
 from functools import wraps
-from typing import ParamSpec
+from typing import ParamSpec, TextIO
 
 Arguments = ParamSpec("Arguments")
 SHOWN = 100
@@ -35,9 +37,18 @@ def escape_controls(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def show(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print text and flush it. The work goes on if it cannot be written, or nobody is left to read it."""
+    try:
+        print(text, end=end, file=file, flush=True)
+    except OSError as error:
+        if error.errno in (EIO, EPIPE):  # a terminal or a `tee` that has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
+
+
 def print_error(message: str) -> None:
-    """Print a message to stderr, as one line, and flush it."""
-    print(escape_controls(message), file=sys.stderr, flush=True)
+    """Show a message on stderr, as one line."""
+    show(escape_controls(message), file=sys.stderr)
 
 
 def refuse_mistakes(work: Callable[Arguments, int]) -> Callable[Arguments, int]:

@@ -118,9 +118,8 @@ def _too_large(images: ImageFiles, index: int, remedy: str) -> BadSampleError:
 
 def _is_plain(image: Image.Image, encoded: Encoded) -> bool:
     # 16 bits a channel have modes of their own; an RGB or L image may still have a transparent color.
-    if image.mode not in _PLAIN_MODES or "transparency" in image.info:
-        return False
-    return _is_complete(image.format or "", encoded)
+    is_plain = image.mode in _PLAIN_MODES and "transparency" not in image.info
+    return is_plain and _is_complete(image.format or "", encoded)
 
 
 def _is_complete(form: str, encoded: Encoded) -> bool:

@@ -128,8 +128,7 @@ class ColorChange:
         in_yiq = np.eye(3)
         in_yiq[1:, 1:] = turn
         matrix = self.brightness * self.contrast * np.linalg.inv(_TO_YIQ) @ in_yiq @ _TO_YIQ
-        added = np.full((3, 1), self.brightness * (1 - self.contrast) * _GREY)
-        return np.hstack([matrix, added])
+        return np.hstack([matrix, np.full((3, 1), self.brightness * (1 - self.contrast) * _GREY)])
 
 
 @dataclass(frozen=True, eq=False)

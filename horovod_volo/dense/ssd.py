@@ -80,8 +80,7 @@ class SSD(nn.Module):
         return outputs
 
     def no_weight_decay(self) -> set[str]:
-        exempt = getattr(self.backbone, "no_weight_decay", set)
-        return {f"backbone.{name}" for name in exempt()}
+        return {f"backbone.{name}" for name in getattr(self.backbone, "no_weight_decay", set)()}
 
 
 class ResNetTrunk(nn.Module):

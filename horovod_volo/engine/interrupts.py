@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -70,15 +70,16 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         launch = read_launch_env()  # now, because the rank may change
-        if not self.received and launch.local_rank == 0:
+        first, self.received = not self.received, True
+        if first and launch.local_rank == 0:
             name = signal.Signals(number).name
             text = f"{name} on rank {launch.rank}: {self.effect}"
             if launch.launcher in ("horovodrun", "mpirun") and number != signal.SIGUSR1:
                 waits = f"jobs/{launch.launcher}.sh waits for the checkpoint"
                 text += f" ({launch.launcher} may end it sooner: {waits})"
             # print() must not be called in a handler that may have interrupted it.
-            os.write(2, f"{text}\n".encode())  # standard error
-        self.received = True
+            with suppress(OSError):  # whoever read it may have ended by the same signal
+                os.write(2, f"{text}\n".encode())  # standard error
         # The launcher of --ranks counts requests, and passes one on that the rank may have received already.
         if number not in _REPEATABLE and launch.launcher != OWN:
             signal.signal(number, self._next.get(number, signal.SIG_DFL))

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from horovod_volo.core.errors import show
 from horovod_volo.monitor.logger import Values
 
 _SECONDS_BETWEEN_LINES = 30.0
@@ -39,10 +40,8 @@ class ThroughputLine:
         if seconds and items:
             rate = items / seconds
             line += f", {rate:,.0f} per second, {_duration((total - done) / rate)} left"
-        if self._live:
-            print(f"\r{line:<78}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        text, end = (f"\r{line:<78}", "\n" * (done >= total)) if self._live else (line, "\n")
+        show(text, end=end, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -140,15 +139,15 @@ class TrainingProgress:
         """Print the line, over the previous one where it is rewritten in place."""
         self._last_shown = time.monotonic()
         if self._live:
-            print("\r" + line.ljust(self._width), end="", flush=True)
+            show("\r" + line.ljust(self._width), end="")
             self._width = len(line)
         else:
-            print(line, flush=True)
+            show(line)
 
     def end_line(self) -> None:
         """End a line that is rewritten in place, so that other text starts on a new line."""
         if self._width:
-            print(flush=True)
+            show("")
             self._width = 0
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from horovod_volo.core.atomic_file import MayWrite, atomic_write
-from horovod_volo.core.errors import UserError, escape_controls
+from horovod_volo.core.errors import UserError, escape_controls, show
 from horovod_volo.monitor import charts
 from horovod_volo.monitor.charts import OTHER_AXES, Board, all_other_axes, description_events
 from horovod_volo.monitor.logger import (
@@ -136,7 +136,7 @@ class RunLogger(Logger):
 
     def _print(self, text: str) -> None:
         self._progress.end_line()
-        print(escape_controls(text), flush=True)
+        show(escape_controls(text))
 
 
 def _event_file(folder: Path) -> Path:

@@ -131,14 +131,10 @@ def build_optimizer(
     for group in optimizer.param_groups:
         keys = spec.matrix_state_keys if MATRICES in group else spec.state_keys
         for parameter in group["params"]:
-            optimizer.state[parameter] = {key: _zeros(key, parameter) for key in keys}
+            step = parameter.new_zeros((), dtype=torch.float32)
+            zeros = {key: step if key == "step" else torch.zeros_like(parameter) for key in keys}
+            optimizer.state[parameter] = zeros
     return optimizer
-
-
-def _zeros(key: str, parameter: Tensor) -> Tensor:
-    if key == "step":
-        return torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
 
 
 def state_tensors(optimizer: Optimizer, local_parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:

@@ -17,8 +17,7 @@ _LARS_TRUST = 1e-3  # norm of the step as a fraction of the weights' norm, at a 
 def trust_ratios(weights: Sequence[Tensor], steps: Sequence[Tensor], trust: float) -> list[Tensor]:
     """Return trust * |weights| / |step| for each layer, from the norms; 1 where either is 0."""
     weight, step = torch.stack(list(weights)), torch.stack(list(steps))
-    ratios = torch.where((weight > 0) & (step > 0), trust * weight / step, 1.0)
-    return list(ratios.unbind())
+    return list(torch.where((weight > 0) & (step > 0), trust * weight / step, 1.0).unbind())
 
 
 class Lamb(Optimizer):

@@ -66,9 +66,8 @@ def _figures(run: RunFolder) -> dict[str, str]:
 
 
 def _epochs(run: RunFolder) -> int:
-    parts = ["epochs", "cooldown_epochs"]
-    if run.settings.get("update.warmup_prefix"):
-        parts.append("warmup_epochs")
+    prefix = run.settings.get("update.warmup_prefix")
+    parts = ["epochs", "cooldown_epochs", *["warmup_epochs"] * bool(prefix)]
     return sum(run.settings.get(f"update.{part}", 0) for part in parts)
 
 

@@ -135,5 +135,5 @@ def on_this_machine(
 def write_hosts(file: Path, hosts: str) -> None:
     """Write the file of hosts that the discovery script reads, at once."""
     new = file.with_suffix(".new")
-    new.write_text(hosts.replace(",", "\n") + "\n")
+    new.write_text(hosts.replace(",", "\n"))  # the last line is not ended
     new.replace(file)

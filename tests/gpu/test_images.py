@@ -210,11 +210,7 @@ def test_kernels_equal_the_operators(device: torch.device, shape: tuple[int, int
 @pytest.mark.usefixtures("_kernels")
 def test_layers_and_operations_of_plugins(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers follow each other, an odd number of them too, and a plugin's operation has its own function."""
-
-    def halve(images: Tensor, _: Tensor) -> Tensor:
-        return images // 2
-
-    for number, function in ((1001, halve), (1002, color_ops.invert)):
+    for number, function in ((1001, lambda images, _: images // 2), (1002, color_ops.invert)):
         entry = ops.Operation(number, f"Plugins{number}", ops.Kind.COLOR, ops.INVERT.argument, function)
         monkeypatch.setitem(ops.OPERATIONS, number, entry)
     drawn = draw_operations(1, 0, np.arange(24), SETTINGS)

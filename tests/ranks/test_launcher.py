@@ -67,6 +67,15 @@ def test_ctrl_c_and_a_scheduler_save_once_and_the_run_resumes(images, tmp_path):
     assert f"resumed  at step {step}" in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_ctrl_c_that_ends_the_reader_of_the_output_saves(images, tmp_path):
+    """As it does a `tee`."""
+    with training(images, tmp_path) as process:
+        process.stdout.close()
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(SECONDS) == STOPPED
+    assert "and saved" in (tmp_path / "run" / "log.txt").read_text()
+
+
 def test_a_second_ctrl_c_ends_all_at_once(images, tmp_path):
     with training(images, tmp_path) as process:
         os.kill(rank_process(tmp_path, 1), signal.SIGSTOP)  # so that no step ends

@@ -118,11 +118,8 @@ def test_the_report_of_a_rank_that_goes_on_does_not_stay(start, monkeypatch, tmp
 def test_a_full_disk_keeps_no_rank_from_answering(start, monkeypatch, capfd):
     """An empty file needs no block of the disk."""
     write_text = Path.write_text
-
-    def write_on_full_disk(path: Path, text: str) -> int:
-        return failing(errno.ENOSPC)() if text else write_text(path, text)
-
-    monkeypatch.setattr(Path, "write_text", write_on_full_disk)
+    fails = failing(errno.ENOSPC)
+    monkeypatch.setattr(Path, "write_text", lambda path, text: fails() if text else write_text(path, text))
     job = start()
     job.beats[0].waits(True)
     assert job.go_on(4 * LIMIT, 1) == []
