@@ -112,8 +112,7 @@ def _load_weights(network: nn.Module, config: Config, source: str) -> list[str]:
     mismatches = load_weights(
         network, build.our_name(settings.model), weights, source, allowed=settings.allow_mismatch
     )
-    colors = finetune_warnings(source, config.data, settings.model)
-    return [*which, *mismatches, *colors]
+    return [*which, *mismatches, *finetune_warnings(source, config.data, settings.model)]
 
 
 class Logits(NamedTuple):

@@ -10,7 +10,7 @@ Shards of the store are divided among the ranks by number; ranks communicate onl
 import hashlib
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -54,8 +54,8 @@ class TeacherChoice(NamedTuple):
     batch_size: int = 64
 
 
-def load_teacher(choice: TeacherChoice, classes: int) -> PretrainedModel:
-    """Build a teacher of `classes` classes, whose name has the image size and a digest of its weights."""
+def load_teacher(choice: TeacherChoice, classes: Sequence[str]) -> PretrainedModel:
+    """Build a teacher of these classes, whose name has the image size and a digest of its weights."""
     name, weights, pretrained, image_side, _ = choice
     is_run = Path(name).is_dir()
     if is_run:
@@ -70,10 +70,11 @@ def load_teacher(choice: TeacherChoice, classes: int) -> PretrainedModel:
                 "model of timm, --teacher-pretrained takes those in its cache or fetches them."
             )
         trained = load_pretrained(weights, name=name, image_side=image_side)
-    if trained.num_classes != classes:
+    names = trained.class_names if is_run or weights else ()  # folders may not have timm's names
+    if trained.num_classes != len(classes) or (names and names != tuple(classes)):
         raise UserError(
-            f"the teacher {name} has {trained.num_classes} classes, the images have {classes} class "
-            "folders. Both must be the same: give a teacher that was trained on these."
+            f"the teacher {name} has {trained.num_classes} classes, the images have {len(classes)} class "
+            "folders. Both must be the same, also in name: give a teacher that was trained on these."
         )
     digest = hashlib.sha256()
     for tensor in trained.network.state_dict().values():
@@ -168,7 +169,7 @@ def generate_labels(
     def load() -> PretrainedModel:
         if top_k > classes:
             raise UserError(f"--top is {top_k}, but there are {classes} classes. Give at most {classes}.")
-        return load_teacher(choice, classes)
+        return load_teacher(choice, catalog.classes)
 
     teacher = world.run_on_all_ranks(load)
     teacher.network.to(resources.device)

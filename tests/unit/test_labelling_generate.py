@@ -68,7 +68,7 @@ def choice_of(folder: Path, weights: str) -> TeacherChoice:
 def logits_by_name(folder: Path, weights: str) -> dict[str, torch.Tensor]:
     """Return the teacher's logits (classes, rows, columns) of each image, by its full name."""
     catalog = catalog_of(folder / "images")
-    teacher = load_teacher(choice_of(folder, weights), CLASSES)
+    teacher = load_teacher(choice_of(folder, weights), catalog.classes)
     with closing(teacher_images(teacher, catalog, 8, RankResources(torch.device("cpu"), 1, ""))) as images:
         return {
             catalog.name(int(index)): logits

@@ -101,7 +101,7 @@ def test_networks_that_cannot_label_cells_are_refused(network, reason):
         token_logits(network.eval(), random_images(1, 240))
 
 
-def load(name: str, weights: object = "", *, side: int = 64, classes: int = CLASSES):
+def load(name: str, weights: object = "", *, side: int = 64, classes: str = "abcdefg"):
     return load_teacher(TeacherChoice(name, str(weights), image_side=side), classes)
 
 
@@ -125,13 +125,14 @@ def test_weights_and_normalisation_are_the_teachers_own(tmp_path):
 
 def test_a_run_folder_is_a_teacher(tmp_path):
     checkpoint = save_run(tmp_path / "run", names="abcdefg") / "checkpoints" / "best"
-    batch = torch.rand(1, 3, 64, 64)
     teachers = [load(str(folder), side=0) for folder in (tmp_path / "run", checkpoint)]
-    named = load("volo_demo", checkpoint, side=64)
-    labels = [token_logits(teacher.network, batch) for teacher in (*teachers, named)]
+    named, batch = load("volo_demo", checkpoint, side=64), torch.rand(1, 3, 64, 64)
+    with pytest.raises(UserError, match=r"images have 7 class folders[^:]*also in name"):
+        load(str(tmp_path / "run"), side=0, classes="abcdegf")
     assert named.name.startswith("volo_demo at 64")
+    first, *labels = [token_logits(teacher.network, batch) for teacher in (named, *teachers)]
     for label in labels:
-        torch.testing.assert_close(label, labels[0])
+        torch.testing.assert_close(label, first)
 
 
 def test_mistakes_are_errors_with_a_remedy(tmp_path):
@@ -141,6 +142,6 @@ def test_mistakes_are_errors_with_a_remedy(tmp_path):
         load("resnet18")
     torch.save(network_of("resnet18").state_dict(), tmp_path / "w.pth")
     with pytest.raises(UserError, match="resnet18 has 7 classes, the images have 9 class folders"):
-        load("resnet18", tmp_path / "w.pth", classes=9)
+        load("resnet18", tmp_path / "w.pth", classes="abcdefghi")
     with pytest.raises(UserError, match=r"of another model: parameters \d+ missing \(first: layer1\.2\."):
         load("resnet34", tmp_path / "w.pth")
