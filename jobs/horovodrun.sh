@@ -66,10 +66,15 @@ run() {
     (
         trap - USR1 TERM INT HUP
         exec setsid env -i "${exported[@]}" "${command[@]}"
-    ) 2>&1 |
-        awk -v stopped="$STOPPED" '{ print; fflush() }
-            /^\[[0-9]+\]<stdout>:stopped at step [0-9]+ and saved/ { status = stopped }
-            END { exit status }'
+    ) 2>&1 | (
+        trap '' PIPE # a `tee` that reads this ends by Ctrl-C
+        status=0
+        while IFS= read -r line; do
+            printf '%s\n' "$line" 2>/dev/null || true
+            [[ ! $line =~ ^\[[0-9]+\]"<stdout>:stopped at step "[0-9]+" and saved" ]] || status=$STOPPED
+        done
+        exit "$status"
+    )
 }
 
 run &

@@ -130,7 +130,7 @@ copy_output() {
     trap '' USR1 TERM
     local line status=1
     while IFS= read -r line; do
-        printf '%s\n' "$line"
+        printf '%s\n' "$line" || true # the disk behind it may be full
         [[ $line != "done: "* ]] || status=$DONE
         [[ $line != "stopped at step "* ]] || status=$SAVED
         [[ $line != "stopped at step "*" of --stop-at-step;"* ]] || status=$STEP_REACHED

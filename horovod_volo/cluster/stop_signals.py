@@ -57,6 +57,8 @@ def exit_at_once(status: int) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
+        if status:  # Python would replace it
+            os._exit(status)
     sys.exit(status)
 
 

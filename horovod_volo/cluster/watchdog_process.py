@@ -9,13 +9,13 @@ import json
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from horovod_volo.cluster.heartbeat import DUMP, Heartbeat, Progress
-from horovod_volo.core.errors import print_error
 
 _POLL_SECONDS, _STOPPED_SECONDS = 1.0, 5.0
 _GLOO_TIMEOUT_SECONDS = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30))
@@ -66,7 +66,7 @@ class Watch:
             return False
         if not self._hosts:
             doing = self._stopped_state() or f"hangs {progress.doing}, or waits for one that does"
-            print_error(f"error: {self._own_name} {doing}, for {progress.limit:g} s (--hang-timeout).")
+            self._say(f"error: {self._own_name} {doing}, for {progress.limit:g} s (--hang-timeout).")
             return self._kill()
         if self._next_look < float("inf"):
             self._report_hang(progress)
@@ -88,7 +88,7 @@ class Watch:
         """Say that the rank is stopped by a signal; return True if the others have given it up."""
         self._stopped = self._stopped + _POLL_SECONDS if self._stopped_state() == _STOPPED else 0.0
         if self._go_on and self._stopped >= _GLOO_TIMEOUT_SECONDS:
-            print_error(
+            self._say(
                 f"{self._own_name} was stopped by a signal for {self._stopped:g} s. The others go on without "
                 "it, and it is ended."
             )
@@ -96,7 +96,7 @@ class Watch:
         if self._stopped >= _STOPPED_SECONDS and not self._said:
             self._said = True
             remedy = f"`kill -CONT {self._pid}` lets it go on"
-            print_error(f"{self._own_name} is stopped by a signal, and other ranks wait for it: {remedy}.")
+            self._say(f"{self._own_name} is stopped by a signal, and other ranks wait for it: {remedy}.")
         return False
 
     def end_without_folder(self, memory: Heartbeat) -> None:
@@ -106,8 +106,7 @@ class Watch:
             time.sleep(_POLL_SECONDS)
             now = (memory.read().beats, self._polled)
             before, polls = now, polls + 1 if now == before and memory.read().limit else 0
-        doing = memory.read().doing
-        print_error(f"error: {self._own_name} hangs {doing}, and {self._folder} does not answer.")
+        self._say(f"error: {self._own_name} hangs {memory.read().doing}, and {self._folder} does not answer.")
         self._kill()
         os._exit(1)
 
@@ -143,7 +142,7 @@ class Watch:
                 partial.write_text(doing if state == _HANGS else "")  # the text of others is not read
                 partial.replace(report)
         except OSError as error:
-            print_error(f"{self._own_name} {doing}. Its report cannot be saved: {error.strerror}.")
+            self._say(f"{self._own_name} {doing}. Its report cannot be saved: {error.strerror}.")
             earlier = [report for report in earlier if f".{_WORKS}." not in report.name]  # these expire
         for report in earlier:
             try:
@@ -181,7 +180,7 @@ class Watch:
             return reports
         except OSError:  # the folder cannot be written: each says it
             pass
-        print_error(self._message(progress, reports))
+        self._say(self._message(progress, reports))
         return reports
 
     def _message(self, progress: Progress, reports: dict[int, tuple[str, Path]]) -> str:
@@ -220,6 +219,11 @@ class Watch:
             time.sleep(0.05)
         time.sleep(0.1)  # until they are complete
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0)
+
+    @staticmethod
+    def _say(text: str) -> None:
+        with contextlib.suppress(OSError):  # the launcher may have ended, and must not keep this from killing
+            print(text, file=sys.stderr, flush=True)
 
 
 def main(pid: int, told: int, heartbeat: int, **watched: Any) -> None:

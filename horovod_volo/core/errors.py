@@ -5,6 +5,7 @@ what is wrong, where, and what to type instead.
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -38,12 +39,15 @@ def escape_controls(text: str) -> str:
 
 
 def show(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
-    """Print text and flush it. The work goes on if it cannot be written, or nobody is left to read it."""
+    """Print text and flush it. A run outlives a full disk, and stops where the reader is gone."""
     try:
         print(text, end=end, file=file, flush=True)
     except OSError as error:
-        if error.errno in (EIO, EPIPE):  # a terminal or a `tee` that has ended
+        if signal.getsignal(signal.SIGHUP) in (signal.SIG_DFL, None):  # there is no run
+            raise
+        if error.errno in (EIO, EPIPE):  # the terminal, `tee` or launcher has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
+            signal.raise_signal(signal.SIGHUP)
 
 
 def print_error(message: str) -> None:

@@ -34,8 +34,12 @@ def epoch_order(seed: int, epoch: int, length: int, *, block: int = 0, window: i
     images: NDArray[np.uint32] = np.add.outer(firsts, np.arange(block, dtype=np.uint32)).ravel()
     inside = images < length  # the last block may be shorter
     windows = np.repeat(np.arange(len(blocks)) // window, block)[inside].astype(np.uint64)
-    images = images[inside]
-    return images[_shuffle_within(windows, source)]
+    # Within each window: the images are sorted by it, then by random bits.
+    bits = np.uint64(int(windows[-1]).bit_length())
+    keys = source.random_raw(len(windows)) >> bits
+    # With a single window there are no bits to set; a shift by 64 would be undefined.
+    order = np.argsort(keys | (windows << (np.uint64(64) - bits)) if bits else keys, kind="stable")
+    return images[inside][order]
 
 
 def draws_of_classes(counts: NDArray[np.int64], balance: float) -> NDArray[np.int64]:
@@ -111,11 +115,3 @@ def permutation(source: np.random.BitGenerator, length: int) -> NDArray[np.uint3
     words |= np.arange(length, dtype=np.uint32)
     words.sort()
     return words.astype(np.uint32)  # the low halves
-
-
-def _shuffle_within(windows: NDArray[np.uint64], source: np.random.BitGenerator) -> NDArray[np.int64]:
-    """Return the order that shuffles the images of each window among themselves."""
-    bits = np.uint64(int(windows[-1]).bit_length())
-    keys = source.random_raw(len(windows)) >> bits
-    # With a single window there are no bits to set; a shift by 64 would be undefined.
-    return np.argsort(keys | (windows << (np.uint64(64) - bits)) if bits else keys, kind="stable")

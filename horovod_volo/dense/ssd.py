@@ -53,7 +53,9 @@ class SSD(nn.Module):
             for values in self.values
         )
         for new in (self.extras, self.box_heads, self.class_heads):
-            new.apply(_init_weights)
+            for module in new.modules():
+                if isinstance(module, nn.Conv2d):  # as published; biases keep torch's initialization
+                    nn.init.xavier_uniform_(module.weight)
 
     def feature_maps(self, images: Tensor, seed: int | None = None) -> list[Tensor]:
         """Return the maps (batch, channels, side, side), from the largest to the smallest."""
@@ -131,12 +133,6 @@ def _extra_layers(channels: int, width: int, outputs: int, halves: bool) -> nn.S
         *(first, nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
         *(second, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)),
     )
-
-
-def _init_weights(module: nn.Module) -> None:
-    """Initialize convolutions as published; biases keep torch's initialization."""
-    if isinstance(module, nn.Conv2d):
-        nn.init.xavier_uniform_(module.weight)
 
 
 def _by_anchor(outputs: Tensor, values: int) -> Tensor:

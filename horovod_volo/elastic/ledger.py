@@ -245,8 +245,7 @@ class _LedgerCheck:
         sums = np.zeros((start.steps_per_epoch, 2), dtype=np.int64)
         for rank in range(start.ranks):
             of_rank = by_step[:, rank :: start.ranks].reshape(start.steps_per_epoch, -1)
-            own = checksums(start.seed, epoch, of_rank)
-            sums += np.stack(own, axis=1).astype(np.int64)
+            sums += np.stack(checksums(start.seed, epoch, of_rank), axis=1).astype(np.int64)
         return sums
 
 

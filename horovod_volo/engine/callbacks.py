@@ -10,6 +10,7 @@ stopped. Until then all callbacks go on being called.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partialmethod
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.collectives import HostsChangedError, RankLostError
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.core.errors import UserError, error_of_code, print_error
+from horovod_volo.core.errors import UserError, error_of_code, print_error, show
 from horovod_volo.core.names import EXTRAS, Registry
 from horovod_volo.plugins import callbacks_of_plugins
 
@@ -103,14 +104,14 @@ class Callbacks:
             except (RankLostError, HostsChangedError):
                 raise
             except Exception as error:  # a callback may raise anything
+                if self._stop is not None:
+                    self._stop.received = True
                 if number not in self._printed:
                     self._printed.add(number)
                     failed = _failure(f"The callback {type(callback).__name__}", point, error)
                     self.failed = self.failed or failed
                     print_error(f"error on rank {read_launch_env().rank}: {failed}")
-                    traceback.print_exception(error)
-                if self._stop is not None:
-                    self._stop.received = True
+                    show("".join(traceback.format_exception(error)), end="", file=sys.stderr)
 
     # Each calls its point of all callbacks.
     started, ended = partialmethod(_call, "started"), partialmethod(_call, "ended")

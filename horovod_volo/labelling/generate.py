@@ -70,11 +70,13 @@ def load_teacher(choice: TeacherChoice, classes: Sequence[str]) -> PretrainedMod
                 "model of timm, --teacher-pretrained takes those in its cache or fetches them."
             )
         trained = load_pretrained(weights, name=name, image_side=image_side)
-    names = trained.class_names if is_run or weights else ()  # folders may not have timm's names
-    if trained.num_classes != len(classes) or (names and names != tuple(classes)):
+    names = trained.class_names if is_run or weights else ()  # not timm's: folders may have others
+    pairs = zip(names, classes, strict=False)
+    different = "".join([f", with {ours!r} for {theirs!r}" for theirs, ours in pairs if theirs != ours][:1])
+    if trained.num_classes != len(classes) or different:
         raise UserError(
             f"the teacher {name} has {trained.num_classes} classes, the images have {len(classes)} class "
-            "folders. Both must be the same, also in name: give a teacher that was trained on these."
+            f"folders{different}. Both must be the same: give a teacher that was trained on these."
         )
     digest = hashlib.sha256()
     for tensor in trained.network.state_dict().values():

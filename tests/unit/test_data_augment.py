@@ -130,8 +130,7 @@ def assert_same_boxes(ours: NDArray[Any], theirs: NDArray[Any]) -> None:
 
 
 def test_erased_boxes_are_distributed_as_timms() -> None:
-    settings = Data(reprob=0.25)
-    drawn = draw_erasures(0, 0, np.arange(4 * DRAWS), settings, 64)
+    drawn = draw_erasures(0, 0, np.arange(4 * DRAWS), Data(reprob=0.25), 64)
     boxes = drawn.boxes[:, 0][drawn.boxes[:, 0, 2] > 0]
     random.seed(1)
     theirs = timm_erasing(4 * DRAWS, 64)
@@ -165,8 +164,7 @@ def test_the_noise_reaches_for_the_largest_box_of_a_large_image() -> None:
 
 def test_several_boxes_divide_the_erased_area() -> None:
     drawn = draw_erasures(0, 0, np.arange(DRAWS), Data(reprob=1.0, recount=3), 64)
-    counts = (drawn.boxes[..., 2] > 0).sum(axis=1)
-    assert set(counts) == {1, 2, 3}
+    assert {*(drawn.boxes[..., 2] > 0).sum(axis=1)} == {1, 2, 3}
     area = drawn.boxes[..., 2:].prod(axis=-1).sum(axis=1) / 64**2
     assert area.max() < 1 / 3 + 0.02
 

@@ -140,7 +140,10 @@ class PatchModel(nn.Module):
 
 
 def test_a_model_with_tokens_has_a_stride() -> None:
-    register_model(ModelSpec("patches", lambda **given: PatchModel(given["num_classes"]), stride=8))
+    def build_patches(*, img_size: int, num_classes: int, drop_path: float, aux_head: bool) -> nn.Module:
+        return PatchModel(num_classes)
+
+    register_model(ModelSpec("patches", build_patches, stride=8))
     assert tokens_per_side("patches", 40) == 5
     check_model("patches", img_size=40, tokens=True)
     with pytest.raises(UserError, match=r"must be a multiple of 8 for patches, not 44. The nearest is"):

@@ -105,7 +105,8 @@ def warp_along_x(images: Tensor, matrices: Floats, shape: tuple[int, int], *, bi
     by_row = matrices[:, 0, 1, None] * centres + matrices[:, 0, 2, None]  # (batch, height) pixels
     shift = _on(images.device, by_row)[:, None, :, None]
     whole_pixels = shift.floor()
-    weights = (_bicubic if bicubic else _linear)(shift - whole_pixels)
+    beyond = shift - whole_pixels  # the first of the pixels that are read
+    weights = _bicubic(beyond) if bicubic else [1 - beyond, beyond]
     before = len(weights) // 2 - 1
     reach = torch.arange(-before, width + len(weights) - before - 1, device=images.device)
     columns = (reach + whole_pixels.long()).clamp_(0, source_width - 1)  # (batch, 1, height, width + filter)
@@ -149,11 +150,6 @@ def _read_bicubic(images: Tensor, source: Tensor) -> Tensor:
             line.addcmul_(pixels.gather(2, at.expand(-1, 3, -1)), wide)
         read.addcmul_(line, tall)
     return read.view(len(images), 3, *x.shape[1:])
-
-
-def _linear(beyond: Tensor) -> list[Tensor]:
-    """Return the weights of two neighbours; `beyond` is the distance from the first."""
-    return [1 - beyond, beyond]
 
 
 def _bicubic(beyond: Tensor) -> list[Tensor]:
