@@ -53,7 +53,7 @@ def test_elastic_ranks_of_horovod_leave_a_legal_history(
     demo_images: Callable[[int, int], Path], tmp_path: Path, seed: int
 ) -> None:
     chance = random.Random(seed)
-    flags = ("--global-batch", "10", "--epochs", "25", "--eval-every", "5", "--checkpoint-every", "5")
+    flags = ("--global-batch", "10", "--epochs", "50", "--eval-every", "5", "--checkpoint-every", "5")
     flags += ("--plugin", "tests.faults.counting_rank")
     with on_this_machine(tmp_path, demo_images(60, 10), HOSTS, *flags, HISTORY=str(tmp_path)) as trial:
         for formations in (1, 3, 5):
@@ -66,5 +66,5 @@ def test_elastic_ranks_of_horovod_leave_a_legal_history(
             else:
                 trial.signal_rank(host, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         assert trial.process.wait(240) == 0, trial.output
-    plan = RunPlan(seed=42, images=60, global_batch=10, steps=150)
+    plan = RunPlan(seed=42, images=60, global_batch=10, steps=300)
     assert judge(read_history(tmp_path, plan)) == []
