@@ -8,8 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The variables of rank, size, local rank and local size of each launcher. The first launcher whose variables
-# are set is taken.
+# Of each launcher the variables of rank, size, local rank and local size; the first that are set are taken.
 OWN = "horovod-volo"  # the launcher of --ranks, which sets Horovod's variables too
 _LAUNCHERS = {
     OWN: "HOROVOD_VOLO_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE",

@@ -43,8 +43,7 @@ class Reducer:
         self.buckets = build_gradient_buckets(
             parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket()
         )
-        # The parameters that this rank's optimizer updates, and the flat tensors that hold their gradients;
-        # padding is 0.
+        # What this rank's optimizer updates, and the flat tensors that hold the gradients; padding is 0.
         self.local_parameters = self._local_parameters(parameters)
         self.local_gradients = self._local_gradients()
         self._build_exchange(model, micro_batches, of_all_ranks)

@@ -44,8 +44,7 @@ class SSD(nn.Module):
             width, outputs = (256, 512) if number < 3 else (128, 256)  # as published
             self.extras.append(_extra_layers(of_maps[-1], width, outputs, is_halved(rule.sides[number - 1])))
             of_maps.append(outputs)
-        # Output channels are shape after shape, so that in channels-last memory the values of an anchor are
-        # adjacent.
+        # Channels are shape after shape: in channels-last memory the values of an anchor are adjacent.
         heads = list(zip(of_maps, rule.anchors_per_position, strict=True))
         self.values = (4, num_classes + 1)  # of each anchor; class 0 is the background
         self.box_heads, self.class_heads = (

@@ -76,7 +76,8 @@ def load_teacher(choice: TeacherChoice, classes: Sequence[str]) -> PretrainedMod
     if trained.num_classes != len(classes) or different:
         raise UserError(
             f"the teacher {name} has {trained.num_classes} classes, the images have {len(classes)} class "
-            f"folders{different}. Both must be the same: give a teacher that was trained on these."
+            f"folders{different}. Both must be the same: give a teacher that was trained on these, or name "
+            "the classes of tar shards in classes.txt beside them."
         )
     digest = hashlib.sha256()
     for tensor in trained.network.state_dict().values():

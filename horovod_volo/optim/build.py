@@ -17,8 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 
-# (groups, and those of momentum=, betas= and eps= that it has) -> an optimizer; its learning rates
-# are set before each step
+# (groups, and those of momentum=, betas= and eps= that it has) -> an optimizer, without learning rates yet
 BuildOptimizer = Callable[..., Optimizer]
 
 

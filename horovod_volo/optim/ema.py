@@ -46,8 +46,7 @@ class Ema(Average):
         floating = [pair for pair in buffers if pair[0].is_floating_point()]
         self._averages += [average for average, _ in floating]
         self._sources += [source for _, source in floating]
-        # Evaluation does not use num_batches_tracked. ModelEmaV2 averages and truncates it; as in ModelEmaV3,
-        # it is copied here.
+        # Evaluation does not use num_batches_tracked: as in timm's ModelEmaV3, it is copied.
         self._counts = [pair for pair in buffers if not pair[0].is_floating_point()]
 
     @torch.no_grad()

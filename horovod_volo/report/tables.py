@@ -67,7 +67,7 @@ def _figures(run: RunFolder) -> dict[str, str]:
 
 def _epochs(run: RunFolder) -> int:
     prefix = run.settings.get("update.warmup_prefix")
-    parts = ["epochs", "cooldown_epochs", *["warmup_epochs"] * bool(prefix)]
+    parts = ["epochs", "cooldown_epochs", *(["warmup_epochs"] if prefix else [])]
     return sum(run.settings.get(f"update.{part}", 0) for part in parts)
 
 

@@ -138,6 +138,18 @@ def test_a_run_that_is_stopped_and_loses_a_host_ends_as_one_on_one_host(
     assert_same_state(alone, tmp_path)
 
 
+def test_a_run_that_nobody_reads_any_more_stops_and_saves(images, tmp_path):
+    """Ctrl-C also ends the `tee` behind horovodrun.sh."""
+    job = ["jobs/horovodrun.sh", "demo", *SETTINGS, *EPOCHS, *OFTEN, "--batch-size", "6"]
+    places = {"HOSTS": "localhost:2", "DATA_DIR": str(images), "OUTPUT_DIR": str(tmp_path)}
+    with started(job, **places) as process:
+        wait_for_step(process, tmp_path, 2)
+        process.stdout.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_SECONDS) == STOPPED
+    assert saved_step(tmp_path) < STEPS
+
+
 def test_four_hosts_give_the_weights_of_four_ranks_on_one_host(net, images, tmp_path):
     one, four = tmp_path / "one", tmp_path / "four"
     finish([*launcher("gloo", 4), *trainer(images, one, 4), *FEW_EPOCHS], **ONE_BY_ONE)

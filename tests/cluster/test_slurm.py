@@ -100,10 +100,7 @@ def test_every_rank_sees_all_gpus_of_its_node(slurm, tmp_path, launcher):
     [("mpirun", "preemption"), ("mpirun", "scancel"), ("srun", "scontrol requeue"), ("srun", "preemption")],
 )
 def test_a_job_that_slurm_ends_saves_after_the_step(slurm, tmp_path, launcher, ended_by):
-    """Slurm sends SIGTERM to the ranks, without a grace period also to launcher and script.
-
-    The script then sends SIGUSR1, which may reach the ranks first.
-    """
+    """Slurm sends SIGTERM to the ranks, or also to launcher and script, whose SIGUSR1 may arrive first."""
     slurm.environment["LAUNCHER"] = launcher
     flags = (*SMALL, "--epochs", "90", "--batch-size", "1")
     job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *flags, nodes=2)

@@ -1,7 +1,7 @@
 """Injects faults into a training run: `--plugin tests.faults.injected`, INJECTED_FAULT=RANK:STEPS:FAULT.
 
-The rank meets the fault when it asks for a batch after so many steps of the run's first epoch. STEPS is a
-number, a first and a last one, as 3-5, or several of these, as 0,4. Several faults are separated by spaces.
+The rank meets the fault when it asks for a batch after so many steps of the run. STEPS is a number, a
+first and a last one, as 3-5, or several of these, as 0,4. Several faults are separated by spaces.
 Those of _FROM_THE_START do not depend on STEPS. With CONSUMED=FOLDER in the environment, the images of each
 step are recorded before its fault, in one file for each rank and start.
 """
@@ -99,8 +99,8 @@ def _faulty(self: TrainLoader, epoch: int, first_step: int) -> Iterator[Any]:
         if folder := os.environ.get("CONSUMED"):
             with Path(folder, _FILE).open("a") as file:
                 print(json.dumps([epoch * self.steps + step, batch.indices.tolist()]), file=file)
-        if epoch == 0 and step in _own:
-            _own[step](batch)
+        if fault := _own.get(epoch * self.steps + step):
+            fault(batch)
         yield batch
 
 

@@ -53,6 +53,12 @@ def test_a_run_that_never_recovers_is_ended(images, tmp_path):
     assert_finite(tmp_path)
 
 
+def test_fp16_gradients_that_overflow_at_any_loss_scale_end_the_run(images, tmp_path):
+    flags = (*EVERY, "--batch-size", "2", "--precision", "fp16")
+    shown = start(images, tmp_path, *flags, fault="0:2-99:inf-matrix", ranks=1, status=FAILED)
+    assert "not finite in the steps up to 31. Lower --lr" in only_error(shown, "finite")
+
+
 def test_outcomes_that_are_known_one_step_late_change_nothing(images, tmp_path):
     """As on several GPUs: the device skips the step, and the host learns it while it takes the next one."""
     flags = (*FP16_MESSAGES, "--shard-optimizer", "--ema-decay", "0.9")
@@ -69,12 +75,12 @@ def test_outcomes_that_are_known_one_step_late_change_nothing(images, tmp_path):
 
 
 def test_losses_that_are_known_late_return_to_a_checkpoint_as_soon(images, tmp_path):
-    """Of the second time, the last of the three losses is that of the last step but one."""
-    flags = (*EVERY, "--batch-size", "2", "--log-every", "40")
-    shown = start(images, tmp_path, *flags, fault=f"{LATE}1:4-6,16-18:nan")
-    assert shown.count("is skipped") == 6, shown
-    for step in (7, 19):
-        assert f"training goes on after step {step}" in shown
+    """The last of three losses is that of an epoch's last step, which is saved; then, of the last but one."""
+    flags = (*EVERY, "--epochs", "2", "--batch-size", "4", "--log-every", "40")
+    shown = start(images, tmp_path, *flags, fault=f"{LATE}1:7-12,16-18:nan")
+    assert shown.count("is skipped") == 9, shown
+    for saved, step in ((6, 10), (4, 13), (16, 19)):
+        assert f"back to the weights of step_{saved:08}; training goes on after step {step}" in shown
     assert "done: 20 steps" in shown
     assert_finite(tmp_path)
 

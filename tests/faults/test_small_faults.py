@@ -49,10 +49,7 @@ def training(images: Path, output: Path, *flags: str, plain: bool = False) -> li
 
 
 def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path):
-    """The first log point is far away: ranks agree to stop at the end of a step.
-
-    SIGUSR1 and SIGTERM are sent below, SIGINT in tests/ranks/test_launcher.py.
-    """
+    """The first log point is far away: ranks agree to stop at the end of a step."""
     command = training(images, tmp_path, "--log-every", "1000", "--checkpoint-every", "1")
     last = tmp_path / "run" / "checkpoints" / "last"
     with started(command) as process:

@@ -42,10 +42,7 @@ def python(plain: bool = False) -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return an environment for ranks that share few cores, in which warnings are errors.
-
-    Open MPI runs as root only if two variables allow it.
-    """
+    """Return an environment for ranks that share few cores and may run as root; warnings are errors."""
     return os.environ | {
         "HOROVOD_CYCLE_TIME": "5",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -113,10 +110,7 @@ def processes(text: str) -> dict[int, str]:
 def on_ranks(
     out: Path, *calls: Callable[[World], Any], ranks: int = 2, start_with: str = "gloo"
 ) -> list[list[Any]]:
-    """Let each rank call these functions, one after the other; return the results of each, by rank.
-
-    A function is in a module, or a `partial` of one.
-    """
+    """Let each rank call these functions of modules, or partials of them; return the results, by rank."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "calls").write_bytes(pickle.dumps(calls))
     # These ranks are not bound to cores. The trainer binds its ranks, and divides the threads among them.

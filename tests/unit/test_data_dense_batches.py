@@ -4,6 +4,7 @@ import random
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import nvidia.dali.fn as fn
@@ -54,10 +55,9 @@ def write_scenes(folder: Path, sizes: list[tuple[int, int]]) -> SceneList:
     return list_scenes(folder, find_layout(folder), "train")
 
 
-def scene_batches(scenes: SceneList, epochs: int) -> list[DenseBatch]:
-    alone = rank_alone(data=DATA, run=RUN, segmentation=SETTINGS, model=Model(img_size=CROP))
-    loader = SceneTrainLoader(scenes, alone)
-    with closing(loader):
+def batches_of(build: Any, images: Any, side: int, epochs: int, **settings: Any) -> list[DenseBatch]:
+    alone = rank_alone(data=DATA, run=RUN, model=Model(img_size=side), **settings)
+    with closing(build(images, alone)) as loader:
         return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
 
 
@@ -65,7 +65,7 @@ def test_image_and_mask_agree_to_a_pixel(tmp_path: Path) -> None:
     """More than a pixel from the edges of painted rectangles, colours are next to those of their classes."""
     scenes = write_scenes(tmp_path, [(40, 90), (97, 61), (130, 200), (64, 64)] * 2)
     compared = 0
-    for batch in scene_batches(scenes, epochs=5):
+    for batch in batches_of(SceneTrainLoader, scenes, CROP, epochs=5, segmentation=SETTINGS):
         for image, mask in zip(batch.images, *batch.targets, strict=True):
             windows = torch.nn.functional.unfold(mask[None, None].float(), 3, padding=1).view(9, CROP, CROP)
             inner = (windows == mask).all(dim=0) & (mask != IGNORED)
@@ -146,17 +146,10 @@ def painted(folder: Path, count: int = 24) -> BoxList:
     return list_boxes(folder, "train")
 
 
-def box_batches(images: BoxList, epochs: int) -> list[DenseBatch]:
-    alone = rank_alone(data=DATA, run=RUN, detection=PLAIN, model=Model(img_size=SIDE))
-    loader = BoxTrainLoader(images, alone)
-    with closing(loader):
-        return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
-
-
 def test_painted_boxes_and_their_pixels_agree_to_a_pixel(tmp_path, monkeypatch):
     monkeypatch.setattr(box_loader, "_RANGES", ((1.0, 1.0),) * 3)
     compared, cut = 0, 0
-    for batch in box_batches(painted(tmp_path), epochs=6):
+    for batch in batches_of(BoxTrainLoader, painted(tmp_path), SIDE, epochs=6, detection=PLAIN):
         for pixels, boxes, classes in zip(batch.images, *batch.targets, strict=True):
             for box, kind in zip(boxes, classes.tolist(), strict=True):
                 if kind == 0:
@@ -178,7 +171,7 @@ def test_painted_boxes_and_their_pixels_agree_to_a_pixel(tmp_path, monkeypatch):
 def test_images_without_boxes_are_whole_and_their_rows_are_zero(tmp_path: Path) -> None:
     write_coco(tmp_path, [listed(number, 50, 40) for number in range(4)], [annotation(2, (5, 5, 20, 20))])
     images = list_boxes(tmp_path, "train")
-    (batch,) = box_batches(images, epochs=1)
+    (batch,) = batches_of(BoxTrainLoader, images, SIDE, epochs=1, detection=PLAIN)
     empty = batch.indices != 2
     boxes, classes = batch.targets
     assert boxes.shape == (4, 1, 4)

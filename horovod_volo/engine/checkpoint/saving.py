@@ -44,7 +44,9 @@ def save_checkpoint(context: TrainContext) -> None:
     if context.checkpoints.step == context.state.step:
         return
     if context.progress.futile_returns:
-        raise divergence(context, context.state.step)
+        if context.state.step == context.derived.total_steps:
+            raise divergence(context, context.state.step)
+        context.progress.futile_returns += 1  # the next return passes over it: it has the weights of this one
     with context.progress.clock.saving():
         if different := context.world.different_ranks(context.state.replicated_tensors()):
             raise CorruptedError(different)
