@@ -30,7 +30,7 @@ def run_in_processes(
         min(workers, len(tasks)) or 1, get_context("spawn"), die_with_parent, (os.getpid(),)
     )
     try:
-        # Ctrl-C reaches all processes of the terminal. Workers inherit that it is blocked, and are ended here.
+        # Ctrl-C reaches all processes of a terminal. Workers inherit that it is blocked, and are ended here.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             futures = {pool.submit(function, *arguments): key for key, arguments in tasks.items()}

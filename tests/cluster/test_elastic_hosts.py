@@ -57,9 +57,9 @@ def slots(hosts: list[EmulatedHost]) -> str:
     return ",".join(f"{host.name}:1" for host in hosts)
 
 
-def end(trial: ElasticTrial) -> None:
-    """Ask it to stop, and check what is left of it."""
-    os.kill(next(iter(trial.ranks().values())), signal.SIGUSR1)
+def end(trial: ElasticTrial, process: int = 0) -> None:
+    """Ask it to stop, through a process or a rank, and check what is left of it."""
+    os.kill(process or next(iter(trial.ranks().values())), signal.SIGUSR1)
     assert trial.process.wait(60) == 75, trial.output
     assert "each once" in check_ledger(trial.run) or "taken once" in check_ledger(trial.run)
     steps = list(trial.losses())
@@ -72,7 +72,7 @@ def end(trial: ElasticTrial) -> None:
 
 
 def test_a_partition(net, images, tmp_path):
-    """Shorter than the timeout it passes unnoticed; after a longer one the launcher's side goes on alone."""
+    """A short one passes unnoticed; after a longer one the launcher's side goes on. Then the run moves."""
     one, two = net.hosts[:2]
     with job(net, images, tmp_path, slots([one, two]), *FOREVER) as trial:
         trial.train_on(2)
@@ -91,7 +91,10 @@ def test_a_partition(net, images, tmp_path):
         trial.train_on(2, formations=3)
         assert trial.formations() == [2, 1, 2]
         assert trial.step() > cut_off
-        end(trial)
+        for formation, moved in ((4, net.hosts[1:3]), (5, net.hosts[2:3])):
+            trial.change_hosts(slots(moved))
+            trial.train_on(len(moved), formations=formation)
+        end(trial, min(one.running("jobs/horovodrun.sh")))
 
 
 def test_a_schedule_of_events(net, images, tmp_path):

@@ -96,10 +96,7 @@ def test_a_launcher_that_returns_0_before_the_end_is_an_error(images: Path, tmp_
 
 
 def test_a_signal_to_the_script_reaches_the_ranks(images: Path, tmp_path: Path) -> None:
-    """The run has more epochs than the test waits for; the signal is sent after two of them.
-
-    horovodrun returns 1 for any nonzero status of the ranks; the script returns theirs.
-    """
+    """After two of many epochs; the script returns the status of the ranks, where horovodrun returns 1."""
     command = [*command_of(images, tmp_path, 2), *COARSE, "--epochs", "500", *FINE]
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(command, env=environment(LAUNCH=GLOO), stdout=output, stderr=output)
