@@ -51,7 +51,7 @@ request_stop() {
     [[ -n $child ]] || exit "$STOPPED"
     local signal_ranks=(pkill -USR1 -f "^[^ ]*python[^ ]* -X $mark ")
     while kill -0 "$child" 2>/dev/null; do
-        "${signal_ranks[@]}" || for host in ${HOSTS//,/ } $(grep -s '^[^# ]*:[1-9]' "${HOSTS_FILE:-}"); do
+        "${signal_ranks[@]}" || for host in $(grep -s '^[^# ]*:[1-9]' "${HOSTS_FILE:-}") ${HOSTS//,/ }; do
             ssh -o BatchMode=yes -o ConnectTimeout=5 "${ssh[@]}" "${host%:*}" "${signal_ranks[@]@Q}" && break
         done
         sleep "$SIGNAL_INTERVAL_SECONDS"

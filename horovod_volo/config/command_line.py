@@ -18,8 +18,7 @@ from horovod_volo.config.validation import check
 from horovod_volo.core.errors import UserError
 
 # Where defaults of a family, by the beginning of its names, differ from those of VOLO's published main.py,
-# which the schema follows. They apply without a recipe only; tests/published/test_defaults.py compares both,
-# docs/training.md lists deviations.
+# which the schema follows. They apply without a recipe only; docs/training.md lists deviations.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "volo": {},
     "lvvit_": {"batch_size": 32, "warmup_epochs": 5, "dense_weight": 1.0},

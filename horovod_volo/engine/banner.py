@@ -20,8 +20,7 @@ from horovod_volo.data.image_decoder import describe_decoder
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.monitor.logger import RunDescription
 
-# Settings by which runs are compared. They are the same for all runs: TensorBoard takes the columns of its
-# table from one of them.
+# Settings by which runs are compared, the same of all runs: TensorBoard takes its columns from one of them.
 _COMPARED = (
     *("model", "img_size", "first_size", "finetune", "drop_path", "precision", "batch_size"),
     *("epochs", "warmup_epochs"),

@@ -50,7 +50,7 @@ class RunProgress:
     logged_bad_samples: set[str] = field(default_factory=set)
     skipped_in_a_row: int = 0  # steps, because a loss is not finite
     returns: int = 0  # to a checkpoint, because of such steps
-    futile_returns: int = 0  # of them, those after which no step had a finite loss
+    futile_returns: int = 0  # of them, those since the last finite loss, and checkpoints saved since
     repairs: int = 0  # returns to a checkpoint, because the state of ranks differed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from horovod_volo.cluster.watchdog import learned_limit
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.engine.checkpoint.saving import divergence, finish_checkpoint
+from horovod_volo.engine.checkpoint.saving import finish_checkpoint
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back
 from horovod_volo.engine.image_size import has_full_side
@@ -16,7 +16,6 @@ from horovod_volo.monitor.logger import Values
 from horovod_volo.monitor.meters import OwnTime, device_memory_gib, host_memory_gib
 
 _DIGITS = 6  # of fractions and hours
-_LEAST_LOSS_SCALE = 1e-4  # of fp16: half of it after each overflow, so many in a row; at 0 nothing trains
 
 RankReport = dict[str, Any]  # what one rank has measured since the last log point
 
@@ -26,8 +25,6 @@ def log_point(context: TrainContext) -> None:
     meter, world, step = context.progress.meter, context.world, context.state.step
     steps = meter.micro_batches / len(context.micro_batches)
     names = meter.sums().keys()
-    if context.state.scaler.is_enabled() and context.state.scaler.get_scale() < _LEAST_LOSS_SCALE:
-        raise divergence(context, step)
     context.progress.skipped.count(round(steps))
     reports: list[RankReport] = world.allgather_object(_report(context, steps))
     if any(report["failed"] for report in reports):
@@ -35,7 +32,7 @@ def log_point(context: TrainContext) -> None:
     log_bad_samples(context, context.learner.train_loader.bad_samples)
     losses = [sum(values) for values in zip(*(report["sums"] for report in reports), strict=True)]
     finite = losses[-1]  # micro-batches
-    if not finite and not context.state.reducer.statistics.looks:
+    if context.progress.skipped.overflowing or not (finite or context.state.reducer.statistics.looks):
         go_back(context, step)
     means = {name: value / max(finite, 1) for name, value in zip(names, losses, strict=True)}
     values: Values = {

@@ -62,7 +62,8 @@ class TrainState:
         """Load the `saved` tensors of rank `root`, and its live ones that `saved` lacks. Collective."""
         self.step = -1  # until the end: if a rank is lost meanwhile, the state is not whole
         if scaler:
-            self.scaler.load_state_dict(scaler)
+            # Below 1 it would take thousands of steps to rise again.
+            self.scaler.load_state_dict(scaler | {"scale": max(1.0, scaler["scale"])})
         tensors_by_file = self._tensors_by_file()
         optimizer = tensors_by_file.pop(_OPTIMIZER)
         for file, tensors in tensors_by_file.items():

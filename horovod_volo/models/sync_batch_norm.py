@@ -44,8 +44,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         return normalize_together([self], [maps])[0]
 
 
-# A part of a network that stops wherever it needs norms: it yields them with their inputs, and is sent the
-# normalised maps.
+# A part of a network that stops where it needs norms: it yields them and their inputs, and is sent the maps.
 Steps = Generator[tuple[list[SyncBatchNorm], list[Tensor]], list[Tensor], Any]
 
 

@@ -20,6 +20,11 @@ class SkippedSteps:
         self._scaler = scaler
         self.restart()
 
+    @property
+    def overflowing(self) -> bool:
+        """Return whether gradients have overflowed at any loss scale down to 1. Waits for the device."""
+        return self._scaler.is_enabled() and self._scaler.get_scale() < 1
+
     def restart(self) -> None:
         """Note that the scaler's state was replaced."""
         self._before = self._scaler.state_dict()
@@ -43,7 +48,7 @@ def overflows(before: Mapping[str, Any], after: Mapping[str, Any], steps: int) -
     """
     if not after:
         return 0
-    ratio = math.log(after["scale"] / before["scale"])
+    ratio = math.log(max(after["scale"], math.ulp(0.0)) / before["scale"])
     growth, backoff = math.log(after["growth_factor"]), math.log(after["backoff_factor"])
     interval = after["growth_interval"]
     for grown in range(steps // interval + 2):

@@ -55,8 +55,8 @@ def test_a_run_that_never_recovers_is_ended(images, tmp_path):
 
 def test_fp16_gradients_that_overflow_at_any_loss_scale_end_the_run(images, tmp_path):
     flags = (*EVERY, "--batch-size", "2", "--precision", "fp16")
-    shown = start(images, tmp_path, *flags, fault="0:2-99:inf-matrix", ranks=1, status=FAILED)
-    assert "not finite in the steps up to 31. Lower --lr" in only_error(shown, "finite")
+    shown = start(images, tmp_path, *flags, fault="0:4-99:inf-matrix", ranks=1, status=FAILED)
+    assert "after 3 returns to a checkpoint. Lower --lr" in only_error(shown, "finite")
 
 
 def test_outcomes_that_are_known_one_step_late_change_nothing(images, tmp_path):

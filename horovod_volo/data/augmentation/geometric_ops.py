@@ -136,8 +136,7 @@ def _read_bicubic(images: Tensor, source: Tensor) -> Tensor:
     across, down = (
         [weight.flatten(1).unsqueeze(1) for weight in _bicubic(beyond)] for beyond in (x - left, y - top)
     )
-    # Edge pixels are repeated twice, so that points inside read no other row; points outside are filled
-    # afterwards and may read anything.
+    # Edge pixels are repeated twice: points inside read no other row; those outside are filled later.
     pixels = torch.nn.functional.pad(images, (2, 2, 2, 2), mode="replicate").flatten(2)
     stride = width + 4
     first = top.long().add_(1).clamp_(0, height) * stride + left.long().add_(1).clamp_(0, width)

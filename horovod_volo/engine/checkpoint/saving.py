@@ -81,6 +81,7 @@ def divergence(context: TrainContext, last: int) -> AllRanksError:
 def _checkpoint_writer(context: TrainContext) -> Callable[[files.StateDicts], list[str]]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, config = context.checkpoint_folder, context.state.step, context.config
+    keep = config.run.keep_checkpoints + context.progress.futile_returns  # which go_back may need
     metadata = run_metadata(config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
     statistics = statistics_of_run(config.data, config.model.model)
@@ -93,7 +94,7 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[files.StateDicts], li
                 raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
         saved = files.write_checkpoint(folder, step, tensors, metadata, context.may_write, header=header)
         context.may_write()  # the next owner of the folder may have later checkpoints
-        return files.delete_old_checkpoints(saved, config.run.keep_checkpoints)
+        return files.delete_old_checkpoints(saved, keep)
 
     return write
 
@@ -153,7 +154,7 @@ def stops_early(context: TrainContext) -> bool:
         (first, _), (last, _) = map(context.derived.epoch_of, (best_step, context.state.step))
         return sum(epoch % run.eval_every == 0 for epoch in range(first + 1, last + 1))
 
-    if not run.early_stop:
+    if not run.early_stop or context.progress.futile_returns:
         return False
     return context.world.run_on_rank_zero(evaluations_since_best) >= run.early_stop
 
