@@ -48,7 +48,7 @@ def overflows(before: Mapping[str, Any], after: Mapping[str, Any], steps: int) -
     """
     if not after:
         return 0
-    ratio = math.log(max(after["scale"], math.ulp(0.0)) / before["scale"])
+    ratio = math.log(max(after["scale"], 2.0**-150) / before["scale"])
     growth, backoff = math.log(after["growth_factor"]), math.log(after["backoff_factor"])
     interval = after["growth_interval"]
     for grown in range(steps // interval + 2):

@@ -37,10 +37,7 @@ def train(logger: RunLogger, *steps: int, **changed: float) -> None:
 
 
 def resumed(folder: Path, first_step: int) -> RunLogger:
-    """Open the logger of a resumed run, not in the same second as the earlier one.
-
-    TensorBoard sorts the files of one second by a number as text, where 10 comes before 9.
-    """
+    """Open the logger of a resumed run, in another second: TensorBoard sorts files of one second as text."""
     time.sleep(1 - time.time() % 1)
     return RunLogger(folder, RunLength(first_step, 10, 10, 1))
 

@@ -14,7 +14,7 @@ from horovod_volo.config.update_settings import Exchange, Update, milestones
 from horovod_volo.optim.build import build_optimizer, set_lr
 from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.ema import Ema
-from horovod_volo.optim.loss_scale import SkippedSteps
+from horovod_volo.optim.loss_scale import SkippedSteps, overflows
 from horovod_volo.optim.schedule import SCHEDULES, find_decay, lr_at
 
 CosineLRScheduler = pytest.importorskip("timm.scheduler").CosineLRScheduler
@@ -305,3 +305,9 @@ def test_a_state_that_was_replaced_is_no_overflow() -> None:
     skipped.restart()
     skipped.count(0)
     assert skipped.total == 0
+
+
+def test_overflows_down_to_a_scale_of_zero_are_counted() -> None:
+    """Of fp32: 2^16 is halved 166 times until it is 0."""
+    before = scaler_and_weight(2000)[0].state_dict()
+    assert [overflows(before, before | {"scale": 0.0}, steps) for steps in (165, 166, 400)] == [165, 166, 166]

@@ -46,10 +46,7 @@ class LogsItsEnd(Callback):
 
 @pytest.fixture(autouse=True)
 def one_thread_and_default_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have signals do what they do in a notebook; other tests may leave handlers.
-
-    Sums of several threads may be rounded differently while the machine is busy.
-    """
+    """Have signals do what they do in a notebook; the sums of several threads may be rounded differently."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
