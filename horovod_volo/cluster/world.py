@@ -134,10 +134,7 @@ class World:
         raise AllRanksError(text + where)
 
     def different_ranks(self, tensors: Iterable[Tensor]) -> list[int]:
-        """Return the ranks whose tensors differ from those of most ranks in one bit; all, if it is not clear.
-
-        Collective: every rank calls this.
-        """
+        """Return the ranks whose tensors differ in a bit from those of most; all, if unclear. Collective."""
         hashes = self.allgather_object(_hash(tensors))
         usual, count = Counter(hashes).most_common(1)[0]
         is_clear = 2 * count > self.size

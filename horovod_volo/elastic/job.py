@@ -44,7 +44,7 @@ class RemovedError(Exception):
     """This process is no longer in the job: its host was removed, or the others have gone on without it."""
 
 
-class DriverLostError(Exception):
+class DriverLostError(UserError):
     """horovodrun does not answer."""
 
 
@@ -92,6 +92,11 @@ class ElasticJob:
             self._ask_for_rank()
             has_rank = True
 
+    def has_this(self) -> bool:
+        """Return whether the driver has not given out new ranks without this process."""
+        # It then forgets this value, or another process has set it.
+        return self._value(f"/there/{os.environ['HOROVOD_RANK']}") == self._own_id
+
     def pass_on(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Send a request to the driver; return status and body. Raise DriverLostError without an answer."""
         retries = 0
@@ -120,9 +125,7 @@ class ElasticJob:
 
     def _ask_for_rank(self) -> None:
         _wait_for_turn()
-        # The driver forgets these values when it gives out new ranks. It has done so without this process if
-        # it took it for lost; another one may have its place.
-        if self._value(f"/there/{os.environ['HOROVOD_RANK']}") != self._own_id:
+        if not self.has_this():
             raise RemovedError
         self.hosts_changed = False
         _, self.answer = self.pass_on("GET", f"{_QUESTION}{self._slot}")

@@ -122,7 +122,7 @@ class ElasticRun(Callback):
         world.collectives.heartbeat = watchdog.heartbeat
         watchdog.heartbeat.begin("looking for the newest state")
         newest = self.find_newest(world)
-        start = Start(self.job.name, self.take_over if newest else None, self.resumes)
+        start = Start(self.job.name, self.job.has_this, self.take_over if newest else None, self.resumes)
         return train(config, world, [self.ledger, self], start)
 
 

@@ -54,6 +54,7 @@ class Start(NamedTuple):
     """How a run begins. Ranks that take the place of others go on from a state in memory."""
 
     job: str = ""  # the name of these ranks and those before, whose lock of the run folder they may take over
+    in_job: Callable[[], bool] = lambda: True  # whether it is these ranks' turn: others may have gone on
     take_over: Callable[[TrainState, World], None] | None = None  # loads the state; collective
     begun: bool = False  # before: its own checkpoint, if there is one, is resumed, not that of --resume
 
@@ -127,7 +128,7 @@ def setup(
         warnings += restore_state(state, checkpoint, world)
 
     begin_stage("opening the run folder", slow)  # later checkpoints may be read
-    logger, lock = world.run_on_all_ranks(partial(_open_folder, plan, world, state.step, start.job))
+    logger, lock = world.run_on_all_ranks(partial(_open_folder, plan, world, state.step, start))
 
     begin_stage("starting to read data")
     with ExitStack() as after_error:  # a notebook may train into the folder when the mistake is corrected
@@ -143,17 +144,16 @@ def setup(
     return context, [*_warnings(context), *warnings]
 
 
-def _open_folder(plan: Plan, world: World, first_step: int, job: str) -> tuple[Logger, RunLock | None]:
+def _open_folder(plan: Plan, world: World, first_step: int, start: Start) -> tuple[Logger, RunLock | None]:
     """Take the run folder's lock, and open the loggers, on rank 0."""
     if not world.is_rank_zero:
         return Logger(), None
     config, derived, folder = plan.config, plan.derived, run_folder(plan.config)
     length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
-    # Other launchers prefix lines with the rank, which would break a progress line rewritten in place.
-    live = world.launcher in ("none", OWN)
+    live = world.launcher in ("none", OWN)  # others prefix each line: none can be rewritten in place
     try:
         with ExitStack() as after_error:
-            lock = RunLock(folder, job)
+            lock = RunLock(folder, start.job, start.in_job)
             after_error.callback(lock.close)
             files.clean_up(folder / files.CHECKPOINTS)
             resumed = files.checkpoint_path(folder / files.CHECKPOINTS, first_step)

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class RunLock:
     """The lock of a run folder, from the constructor to `close`."""
 
-    def __init__(self, folder: Path, job: str = "") -> None:
+    def __init__(self, folder: Path, job: str = "", in_job: Callable[[], bool] = lambda: True) -> None:
         """Take the lock; raise UserError if another process has it. The folder is made.
 
-        `job` names a job that has one rank 0 at a time: it takes the lock of the one before.
+        `job` names a job that has one rank 0 at a time: it takes the lock of the one before. A process that
+        was stopped for long may be the one before; `in_job` returns whether this one is still in the job.
         """
         make_folder(folder)
-        self._path, self._owner = folder / "lock.json", _this_process() | {"job": job}
+        self._path, self._owner, self._in_job = folder / "lock.json", _this_process() | {"job": job}, in_job
         while not self._take():
             self._remove_if_stale()
         self._closed = threading.Event()
@@ -106,7 +108,7 @@ class RunLock:
     def _has_ended(self, owner: dict[str, Any]) -> bool:
         """Return whether the owner has ended; on another host or in a container, wait for its next change."""
         if owner.get("job") and owner["job"] == self._owner["job"]:
-            return True
+            return self._in_job()  # after the owner was read, which is compared when it is removed
         # Hosts, and containers, may have the same name; no two have been booted alike.
         if all(owner[key] == self._owner[key] for key in ("host", "boot", "processes")):
             return bool(_start_time(owner["pid"]) != owner["started"])

@@ -171,10 +171,7 @@ class StepTimer:
         self.on_phase(UPDATE)
 
     def seconds_per_step(self) -> float:
-        """Return the mean time of a step: the host's or the device's, whichever is longer.
-
-        Waits for the device.
-        """
+        """Return the mean time of a step, the longer of host's and device's. Waits for the device."""
         return max(self._seconds, self._device_seconds(0)) / max(self._steps, 1)
 
     def exchange_seconds(self) -> float:

@@ -27,10 +27,7 @@ def fork(socket: str = "") -> list[str]:
 
 @cache
 def path_of_forks() -> str:
-    """Return a PATH on which `python`, `horovodrun` and `horovod-volo` run in forks of the fork server.
-
-    A test of a documented command sets it after tools/activate, so that the command itself is unchanged.
-    """
+    """Return a PATH, set after tools/activate, on which our programs run in forks of the fork server."""
     folder, scripts = tempfile.mkdtemp(prefix="forked_programs_"), Path(sys.executable).parent
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     start = shlex.join(fork())

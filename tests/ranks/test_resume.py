@@ -303,10 +303,7 @@ SAVED_AT, KILLED_AT, STOPPED_AT = 2, 3, 5
 
 
 def test_a_killed_and_resumed_epoch_has_each_sample_once(demo_images, tmp_path, monkeypatch):
-    """Of shards, the last of which has fewer images.
-
-    tests/faults/test_lost_ranks.py shows it for images in folders, on the same number of ranks.
-    """
+    """Of shards, the last with fewer images; tests/faults/test_lost_ranks.py has images in folders."""
     folder, shards = tmp_path / "records", tmp_path / "shards"
     assert pack([str(demo_images(48, 10)), str(shards), "--shard-images", "20", "--workers", "1"]) == 0
     folder.mkdir()

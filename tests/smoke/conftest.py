@@ -97,10 +97,7 @@ def files_under(folder: Path) -> dict[str, tuple[int, int]]:
 def save_run(
     folder: Path, name: str = "volo_demo", *, side: int = 64, names: Sequence[str] = tuple("0123456789")
 ) -> Path:
-    """Write a run folder with random weights: the checkpoints best and last, which has averaged weights, too.
-
-    A file weights.pth beside it has the weights alone.
-    """
+    """Write a run folder of random weights, `last` with averages too, and beside it weights.pth, without."""
     torch.manual_seed(0)
     state = build_model(name, img_size=side, num_classes=len(names), drop_path=0.0).state_dict()
     state["head.weight" if "head.weight" in state else "fc.weight"].normal_()  # else one class is predicted

@@ -107,6 +107,16 @@ def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_without_which_its_job_has_gone_on_takes_no_lock(tmp_path):
+    """It was stopped for so long, and has not noticed yet."""
+    with closing(RunLock(tmp_path, "job")) as lock:
+        with pytest.raises(UserError, match="is in use by process"):
+            RunLock(tmp_path, "job", lambda: False)
+        lock.check()
+        with closing(RunLock(tmp_path, "job")):
+            pass
+
+
 def test_a_lock_that_was_taken_and_released_is_lost(tmp_path):
     """The process was stopped for so long that another one has trained here, and ended."""
     with closing(RunLock(tmp_path)) as lost:
