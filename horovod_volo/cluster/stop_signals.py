@@ -32,10 +32,7 @@ class StopSignal(BaseException):
 
 
 def run_until_signal(main: Callable[[list[str]], int], outcome: str) -> NoReturn:
-    """Run `main` with the command line; exit with its status, or with that of a signal.
-
-    `outcome` says what the signal stopped, and what is left of it.
-    """
+    """Run `main`; exit with its status, or a signal's: `outcome` says what this stopped, what is left."""
     ending = _EndOnSignal(outcome)
     try:
         status = main(sys.argv[1:])

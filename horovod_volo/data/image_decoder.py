@@ -145,10 +145,7 @@ def build_eval_pipeline(
     interpolation: str,
     **common: Any,
 ) -> Any:
-    """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners.
-
-    Its images are (3, image_size, image_size).
-    """
+    """Build the pipeline of evaluation images (3, side, side); inputs: encoded images, shapes, corners."""
     fn, types = _dali().fn, _dali().types
     filtering = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}[interpolation]
 

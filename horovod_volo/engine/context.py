@@ -50,7 +50,8 @@ class RunProgress:
     logged_bad_samples: set[str] = field(default_factory=set)
     skipped_in_a_row: int = 0  # steps, because a loss is not finite
     returns: int = 0  # to a checkpoint, because of such steps
-    futile_returns: int = 0  # of them, those since the last finite loss, and checkpoints saved since
+    futile_returns: int = 0  # those since the last step that trained, and checkpoints saved since
+    awaits_log_point: bool = False  # whether only the next one can tell that a step has trained
     repairs: int = 0  # returns to a checkpoint, because the state of ranks differed
 
 

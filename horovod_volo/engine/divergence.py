@@ -26,7 +26,9 @@ def note_outcome(context: TrainContext, outcome: Outcome) -> None:
     step, samples, _ = outcome.own
     context.callbacks.step_agreed(context, outcome)
     if outcome.finite:
-        context.progress.skipped_in_a_row = context.progress.futile_returns = 0
+        context.progress.skipped_in_a_row = 0
+        if not context.progress.awaits_log_point:
+            context.progress.futile_returns = 0
         return
     context.progress.skipped_in_a_row += 1
     context.progress.skipped.add_not_finite()

@@ -25,7 +25,7 @@ def log_point(context: TrainContext) -> None:
     meter, world, step = context.progress.meter, context.world, context.state.step
     steps = meter.micro_batches / len(context.micro_batches)
     names = meter.sums().keys()
-    context.progress.skipped.count(round(steps))
+    trained = context.progress.skipped.count(round(steps)) < round(steps)
     reports: list[RankReport] = world.allgather_object(_report(context, steps))
     if any(report["failed"] for report in reports):
         finish_checkpoint(context)
@@ -34,6 +34,9 @@ def log_point(context: TrainContext) -> None:
     finite = losses[-1]  # micro-batches
     if context.progress.skipped.overflowing or not (finite or context.state.reducer.statistics.looks):
         go_back(context, step)
+        context.progress.awaits_log_point = True
+    elif context.progress.awaits_log_point and finite and trained:
+        context.progress.futile_returns, context.progress.awaits_log_point = 0, False
     means = {name: value / max(finite, 1) for name, value in zip(names, losses, strict=True)}
     values: Values = {
         "epoch": round(step / context.derived.steps_per_epoch, 4),

@@ -34,11 +34,12 @@ class SkippedSteps:
         if not self._scaler.is_enabled():
             self.total += 1
 
-    def count(self, steps: int) -> None:
-        """Count those of the last `steps` steps that the scaler skipped. Waits for the device."""
-        after = self._scaler.state_dict()
-        self.total += overflows(self._before, after, steps)
-        self._before = after
+    def count(self, steps: int) -> int:
+        """Count and return those of the last `steps` steps that the scaler skipped. Waits for the device."""
+        before, self._before = self._before, self._scaler.state_dict()
+        skipped = overflows(before, self._before, steps)
+        self.total += skipped
+        return skipped
 
 
 def overflows(before: Mapping[str, Any], after: Mapping[str, Any], steps: int) -> int:

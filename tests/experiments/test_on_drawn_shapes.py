@@ -85,8 +85,7 @@ def test_few_images_of_new_classes_need_weights_of_others(folder):
 def test_lars_trains_a_large_batch_as_well_as_a_small_one(folder):
     """With 16 times the batch LARS loses at most 2 points; SGD with 16 times the learning rate loses more.
 
-    The learning rate of LARS is relative to the norm of each layer. It is scaled linearly too, from 0.5 for a
-    batch of 16.
+    LARS's learning rate is relative to each layer's norm, and scaled linearly too: 0.5 for a batch of 16.
     """
     plain = ("--model", "test_resnet", "--img-size", "64", "--no-mix-token", "--scale", "0.6", "1")
     plain += ("--aa", "", "--color-jitter", "0", "--reprob", "0", "--eval-batch-size", "50")

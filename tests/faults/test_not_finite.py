@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from horovod_volo.elastic.ledger import check_ledger
@@ -57,6 +59,8 @@ def test_fp16_gradients_that_overflow_at_any_loss_scale_end_the_run(images, tmp_
     flags = (*EVERY, "--batch-size", "2", "--precision", "fp16")
     shown = start(images, tmp_path, *flags, fault="0:4-99:inf-matrix", ranks=1, status=FAILED)
     assert "after 3 returns to a checkpoint. Lower --lr" in only_error(shown, "finite")
+    newest, *older = re.findall(r"back to the weights of (step_\d+)", shown)
+    assert newest > older[0] > older[1]
 
 
 def test_outcomes_that_are_known_one_step_late_change_nothing(images, tmp_path):

@@ -70,10 +70,7 @@ run_until_signal(main, "stopped")"""
 def stop(
     arguments: list[object], number: signal.Signals, ready: Callable[[], object], *, to_all: bool = True
 ) -> tuple[int, list[str], float]:
-    """Start a command, send it a signal once it is ready; return its status, its lines and how long it ended.
-
-    A terminal sends Ctrl-C to all processes of the command.
-    """
+    """Start a command, signal its processes, as Ctrl-C does; return status, lines and how long it ended."""
     command = [*python(plain=True), "-m", *map(str, arguments)]
     with started(command) as process:
         limit = time.monotonic() + SECONDS
