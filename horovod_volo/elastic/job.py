@@ -95,7 +95,7 @@ class ElasticJob:
     def has_this(self) -> bool:
         """Return whether the driver has not given out new ranks without this process."""
         # It then forgets this value, or another process has set it.
-        return self._value(f"/there/{os.environ['HOROVOD_RANK']}") == self._own_id
+        return self._value(f"/there/{self._slot}") == self._own_id
 
     def pass_on(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Send a request to the driver; return status and body. Raise DriverLostError without an answer."""
@@ -138,7 +138,8 @@ class ElasticJob:
         """Wait until the processes of all ranks have called this; rank 0 decides whether they have."""
         rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
         _wait_for_turn()
-        self.pass_on("PUT", f"/there/{rank}", self._own_id)
+        for place in (self._slot, rank):
+            self.pass_on("PUT", f"/there/{place}", self._own_id)
         limit = time.monotonic() + self.start_seconds
         if rank == 0:
             present = 1

@@ -55,7 +55,7 @@ def go_back(context: TrainContext, skipped: int) -> None:
         raise divergence(context, skipped)
     restore_state(state, checkpoint, context.world, step)
     context.progress.skipped.restart()
-    context.progress.skipped_in_a_row = 0
+    context.progress.skipped_in_a_row, context.progress.awaits_log_point = 0, False
     context.progress.returns += 1
     context.progress.futile_returns += 1
     context.logger.log(

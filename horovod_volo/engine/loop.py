@@ -88,6 +88,8 @@ def train_epoch(context: TrainContext) -> bool:
         if hosts_changed:
             raise HostsChangedError
         if stop or state.step == run.stop_at_step:
+            if context.progress.awaits_log_point and context.progress.meter.micro_batches:
+                log_point(context)
             return False
         if saves and not (context.progress.skipped_in_a_row or context.progress.futile_returns):
             saving.save_checkpoint(context)

@@ -42,6 +42,9 @@ class RunLock:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="run lock", daemon=True)
         self._thread.start()
+        if not in_job():  # the lock was free
+            self.close()
+            raise UserError(f"Run folder {folder} is that of other ranks of this job by now.")
 
     def check(self) -> None:
         """Raise UserError if another process has taken the lock: this one must not write any more."""

@@ -175,10 +175,7 @@ class StepTimer:
         return max(self._seconds, self._device_seconds(0)) / max(self._steps, 1)
 
     def exchange_seconds(self) -> float:
-        """Return for how long steps waited for other ranks after their own part: on a GPU, the device.
-
-        Waits for the device.
-        """
+        """Return for how long steps, on a GPU the device, waited for other ranks. Waits for the device."""
         return self._device_seconds(1) if self._is_cuda else self._exchange_seconds
 
     def _mark(self) -> None:

@@ -149,10 +149,7 @@ class BlockCache:
         self._verified: set[Path] = set()
 
     def read(self, remote: RemoteFolder, name: str, offset: int, length: int) -> bytes:
-        """Return bytes of a file, of which whole blocks are read and kept.
-
-        A fault of the folder is a UserError: the samples are not damaged.
-        """
+        """Return bytes of a file; whole blocks are read and kept. A fault of the folder is a UserError."""
         size, version = remote.size_and_version(name)
         identity = f"{remote.url_of(name)} {size} {version}"
         folder = self._blocks / hashlib.sha256(identity.encode()).hexdigest()[:32]

@@ -24,10 +24,7 @@ def dense_map(scores: Tensor, ids: Tensor, num_classes: int) -> Tensor:
 
 
 def bilinear(cells: Tensor, y: float, x: float, *, nearest: tuple[bool, bool]) -> Tensor:
-    """Interpolate (classes, height, width) cells at one point: 0 outside [-1, size], clamped at the edges.
-
-    Where `nearest` is set for rows or columns, the nearest cell is used at any distance.
-    """
+    """Interpolate cells (classes, height, width) at a point: 0 outside [-1, size]; or the `nearest` cell."""
     height, width = cells.shape[1:]
     if not ((nearest[0] or -1 <= y <= height) and (nearest[1] or -1 <= x <= width)):
         return torch.zeros(cells.shape[0], dtype=cells.dtype)

@@ -122,7 +122,7 @@ def test_an_error_in_a_callback_outlives_the_ranks_of_its_step(tmp_path: Path) -
                 raise self.error
 
     config, stop = small_run(tmp_path, train=16), StopRequest()
-    elastic = ElasticRun(SimpleNamespace(name="job", has_this=bool, hosts_changed=False))  # type: ignore[arg-type]
+    elastic = ElasticRun(SimpleNamespace(name="job", has_this=lambda: True, hosts_changed=False))  # type: ignore[arg-type]
     own = [RaisesOnce(ZeroDivisionError), RaisesOnce(RankLostError)]
 
     def train(config: Config, world: World, callbacks: Sequence[Callback], start: Start) -> int:

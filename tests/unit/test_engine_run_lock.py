@@ -115,6 +115,9 @@ def test_a_rank_without_which_its_job_has_gone_on_takes_no_lock(tmp_path):
         lock.check()
         with closing(RunLock(tmp_path, "job")):
             pass
+    with pytest.raises(UserError, match="is that of other ranks"):
+        RunLock(tmp_path, "job", lambda: False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_lock_that_was_taken_and_released_is_lost(tmp_path):
