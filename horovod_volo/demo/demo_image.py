@@ -209,7 +209,7 @@ def add_object(
     brightness: float,
     hue: float | None = None,
 ) -> Image.Image:
-    """Draw the object and its shadow, in colours of a hue in radians or of random ones; return its mask."""
+    """Draw the object and its shadow in contrasting colours, of a `hue` in radians; return its mask."""
     main_brightness = _contrasting_brightness(random, brightness)
     main = _random_color(random, main_brightness, random.uniform(0.3, 0.9), hue)
     second_brightness = _contrasting_brightness(random, main_brightness)

@@ -88,6 +88,7 @@ def train_epoch(context: TrainContext) -> bool:
         if hosts_changed:
             raise HostsChangedError
         if stop or state.step == run.stop_at_step:
+            # Else nobody knows whether the last return has helped, and the last step would not be saved.
             if context.progress.awaits_log_point and context.progress.meter.micro_batches:
                 log_point(context)
             return False

@@ -49,6 +49,7 @@ def overflows(before: Mapping[str, Any], after: Mapping[str, Any], steps: int) -
     """
     if not after:
         return 0
+    # Half of the least number of fp32, 2^-149, is rounded to 0.
     ratio = math.log(max(after["scale"], 2.0**-150) / before["scale"])
     growth, backoff = math.log(after["growth_factor"]), math.log(after["backoff_factor"])
     interval = after["growth_interval"]

@@ -46,7 +46,7 @@ def save_checkpoint(context: TrainContext) -> None:
     if context.progress.futile_returns:
         if context.state.step == context.derived.total_steps:
             raise divergence(context, context.state.step)
-        context.progress.futile_returns += 1  # the next return passes over it: it has the weights of this one
+        context.progress.futile_returns += 1  # the next return passes over it: its weights are the last one's
     with context.progress.clock.saving():
         if different := context.world.different_ranks(context.state.replicated_tensors()):
             raise CorruptedError(different)
