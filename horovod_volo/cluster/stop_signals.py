@@ -116,8 +116,8 @@ class _EndOnSignal:
                 os.write(_STDERR, f"{start}{signal.Signals(number).name}{rank}: {self._outcome}\n".encode())
         self._printed.set()
         for _ in range(_RETRIES):
-            self._lost.wait(_RETRY_SECONDS)
-            self._lost.clear()
-            self._interrupted = False
-            signal.pthread_kill(threading.main_thread().ident or 0, number)
+            if self._lost.wait(_RETRY_SECONDS) or not self._interrupted:  # else it is cleaning up
+                self._lost.clear()
+                self._interrupted = False
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
         os._exit(_STATUS + number)
