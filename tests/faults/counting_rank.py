@@ -298,13 +298,10 @@ def hasten(host: str) -> None:
     run.collect_environment = dict
     watchdog.Watchdog = lambda *_, **__: watchdog.NoWatchdog()
     world.HorovodCollectives = SocketCollectives
-    elastic_run.leave_ranks, job.listen_for_hosts = SocketCollectives.leave, _listen
+    elastic_run.leave_ranks = SocketCollectives.leave
+    job.listen_for_hosts = lambda to: signal.signal(signal.SIGUSR2, lambda *_: to.on_hosts_updated(0, None))
     this_process = run_lock._this_process
     run_lock._this_process = lambda: this_process() | {"host": host, "boot": host}
-
-
-def _listen(listener: Any) -> None:
-    signal.signal(signal.SIGUSR2, lambda *_: listener.on_hosts_updated(0, None))
 
 
 def become_rank(folder: Path, arguments: list[str]) -> None:

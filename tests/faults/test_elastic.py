@@ -1,7 +1,4 @@
-"""Elastic runs on one machine, of which two names count as two hosts: a killed rank comes back.
-
-tests/cluster/test_elastic_hosts.py has more hosts, and more that happens to them.
-"""
+"""Elastic runs on one machine, of which two names count as two hosts: a killed rank comes back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A run in which no step ends is ended, the rank that the others wait for is named, and stacks are saved.
-
-tests/unit/test_cluster_watchdog.py shows which rank is taken for hung, with a clock that is set by hand.
-"""
+"""A run in which no step ends is ended, the rank that others wait for is named, and stacks are saved."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A fault during training is reported once, by the rank on which it occurs, and ends the run quickly.
-
-Names with control characters are escaped in what is printed and logged.
-"""
+"""A fault during training is reported once, by its rank, and ends the run quickly; names are escaped."""
 
 from __future__ import annotations
 

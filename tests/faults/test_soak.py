@@ -1,7 +1,4 @@
-"""Many seeded faults, each with a restart: the final weights are those of a run without faults, bit for bit.
-
-Behind `./tools/test --soak`.
-"""
+"""With `--soak`, many seeded faults, each with a restart: the weights are those of a run without."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Runs tests of Triton kernels in a process of their own, in the interpreter.
-
-Triton chooses between compiling and interpreting when it is first imported.
-"""
+"""Runs tests of Triton kernels interpreted, in a process: Triton decides at its first import."""
 
 import os
 import subprocess

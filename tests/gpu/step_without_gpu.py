@@ -62,6 +62,16 @@ class AlikeRanks(Collectives):
         return lambda: torch.cat([part] * self._ranks)
 
 
+class CheckedStep(RefuseSynchronisation):
+    """Raises AssertionError at a product of other numbers than bf16; attention without flash has its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "convolution", "convolution_backward"):
+            given = {each.dtype for each in args if isinstance(each, torch.Tensor)}
+            assert given == {torch.bfloat16}, f"{func} of {given}"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def rates(*arguments: Any, **named: Any) -> torch.Tensor:
     """Return torch.linspace, of which networks make lists, with its values."""
     with unset_fake_temporarily():  # type: ignore[no-untyped-call]
@@ -102,7 +112,7 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool, ranks:
             mlp.register_forward_hook(lambda _, __, output: print(output.sum().item()))
         context.state.reducer.scales.initialized = True  # by the first step, after which the host waits
         # torch.compile does nothing inside a dispatch mode.
-        with nullcontext() if compiled else RefuseSynchronisation():
+        with nullcontext() if compiled else CheckedStep():
             labels = random_labels(BATCH, config.model.num_classes, GPU, seed=0)
             images = torch.empty(BATCH, 3, SIDE, SIDE, device=GPU)
             batch = TrainBatch(images, labels, np.arange(BATCH), np.arange(BATCH))

@@ -7,6 +7,7 @@ test_kernel_choice.py starts a separate process for these cases.
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,12 @@ def mean_difference(images: Tensor, expected: Tensor) -> float:
     return float(255 * (by_channel * torch.tensor(IMAGENET_STD)).mean())
 
 
-def whole_image_batches(folder: Path, device: torch.device) -> list[TrainBatch]:
-    """Return batches in which torch resizes each image, as it does after operations on whole images."""
-    return train_batches(folder, device, replace(DECODED, randaugment_on="image"))
+# Torch resizes each image, as it does after operations on whole images.
+in_whole_images = partial(train_batches, settings=replace(DECODED, randaugment_on="image"))
 
 
 @pytest.mark.parametrize(
-    ("split", "batches_of"),
-    [("train", train_batches), ("train", whole_image_batches), ("val", eval_batches)],
+    ("split", "batches_of"), [("train", train_batches), ("train", in_whole_images), ("val", eval_batches)]
 )
 def test_images_equal_the_cpus(images: Path, device: torch.device, split: str, batches_of: BatchesOf) -> None:
     expected = batches_of(images, CPU)

@@ -113,13 +113,7 @@ def with_half_right_teacher(labels: Labels, target: Tensor) -> tuple[Labels, Ten
 
 
 def assert_equal(
-    what: str,
-    settings: Objective,
-    labels: Labels,
-    box: Box,
-    side: int,
-    loss: Any,
-    target: Tensor,
+    what: str, settings: Objective, labels: Labels, box: Box, side: int, loss: Any, target: Tensor
 ) -> None:
     batch = len(labels.classes)
     own, other = random_logits(batch, side), random_logits(batch, side)

@@ -35,13 +35,7 @@ def saved(published: PublishedCode, name: str, path: Path, *, classes: int, form
 
 
 def loaded(
-    published: PublishedCode,
-    name: str,
-    file: Path,
-    *,
-    img_size: int,
-    classes: int,
-    use_ema: bool = False,
+    published: PublishedCode, name: str, file: Path, *, img_size: int, classes: int, use_ema: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights of our network before and after loading, and those of the published one after it."""
     torch.manual_seed(5)

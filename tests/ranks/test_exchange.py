@@ -1,8 +1,4 @@
-"""What ranks compute together equals what one rank computes of the whole batch.
-
-Gradients and steps with a replicated or a sharded optimizer, Muon, batch norm over ranks, and predictions.
-Each launch of ranks computes all cases of its number of ranks.
-"""
+"""What ranks compute together equals what one rank computes of the whole batch."""
 
 from __future__ import annotations
 

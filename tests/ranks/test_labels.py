@@ -1,7 +1,4 @@
-"""Generated labels are the same on one rank, on several, and after a killed attempt.
-
-That they are the teacher's is shown in tests/unit/test_labelling_generate.py.
-"""
+"""Generated labels are the same on one rank, on several, and after a killed attempt."""
 
 import os
 import shutil

@@ -52,7 +52,7 @@ def start(images: Path, output: Path, *flags: str, **settings: Any) -> str:
 def test_a_run_that_continues_another_one_at_the_end_of_an_epoch_is_evaluated(images, tmp_path):
     """The checkpoint that the evaluation belongs to is in the folder of the other run."""
     first, second = tmp_path / "first", tmp_path / "second"
-    start(images, first, stop_at=10, **ON_ONE)
+    assert " (corrected geometry, maps of " in start(images, first, stop_at=10, **ON_ONE)
     checkpoint = Path("run", "checkpoints", "step_00000010")
     assert not (first / checkpoint / "evaluation.json").exists()
     shown = start(images, second, "--resume", str(first / checkpoint), stop_at=11, **ON_ONE)
@@ -188,10 +188,13 @@ def loaded_state(world: World, *, folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_sharded_run_resumes_on_other_numbers_of_ranks(images, tmp_path):
+@pytest.mark.parametrize(
+    "flags", [SHARDED, (*AUTO, "--opt", "muon", "--epochs", "2")], ids=["sharded", "muon"]
+)
+def test_a_run_resumes_on_other_numbers_of_ranks(images, tmp_path, flags):
     """2 ranks, then 3, then 1: each run loads exactly the state that the previous one has saved."""
     call = partial(loaded_state, folder=tmp_path / "run")
-    runs.start(images, tmp_path, *SHARDED, "--batch-size", "6", stop_at=2)  # of 3 steps an epoch
+    runs.start(images, tmp_path, *flags, "--batch-size", "6", stop_at=2)  # of 3 steps an epoch
     saved = state(tmp_path)
     ((first, *rest),) = on_ranks(tmp_path / "3", call, ranks=3)
     assert_same_tensors(saved, first)
@@ -199,9 +202,9 @@ def test_a_sharded_run_resumes_on_other_numbers_of_ranks(images, tmp_path):
         assert_same_tensors(
             *({n: t for n, t in each.items() if "optimizer" not in n} for each in (saved, rank))
         )
-    runs.start(images, tmp_path, *SHARDED, ranks=3, stop_at=4)
+    runs.start(images, tmp_path, *flags, ranks=3, stop_at=4)
     assert_same_tensors(state(tmp_path), alone(call))
-    runs.start(images, tmp_path, *SHARDED, "--batch-size", "12", ranks=1)
+    runs.start(images, tmp_path, *flags, "--batch-size", "12", ranks=1)
     assert state(tmp_path)["optimizer head.weight/step"] == 6
 
 

@@ -182,8 +182,10 @@ def dry_run(
 
 
 @pytest.mark.parametrize(("command", "settings", "properties", "warnings"), EXPECTED)
-def test_a_published_command(command, settings, properties, warnings, capfd):
+def test_a_published_command(command, settings, properties, warnings, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     groups, shown, warned = dry_run(command, capfd)
+    assert list(tmp_path.iterdir()) == []
     flat = {name: value for group in groups.values() for name, value in group.items()}
     assert {name: flat[name] for name in settings} == settings
     assert [name for name, begin in properties.items() if not shown[name].startswith(begin)] == []

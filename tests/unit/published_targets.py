@@ -17,12 +17,6 @@ def dense(target: SoftTarget, num_classes: int) -> Tensor:
     return everywhere.scatter_add(1, target.ids, target.weights.double())
 
 
-def dense_map(scores: Tensor, ids: Tensor, num_classes: int) -> Tensor:
-    """Scatter one image's k best logits (k, height, width) into zeros (classes, height, width)."""
-    zeros = torch.zeros(num_classes, *scores.shape[1:], dtype=torch.float64)
-    return zeros.scatter(0, ids.long(), scores.double())
-
-
 def bilinear(cells: Tensor, y: float, x: float, *, nearest: tuple[bool, bool]) -> Tensor:
     """Interpolate cells (classes, height, width) at a point: 0 outside [-1, size]; or the `nearest` cell."""
     height, width = cells.shape[1:]
@@ -56,7 +50,8 @@ def roi_align(cells: Tensor, corners: list[float], side: int, *, nearest: tuple[
 def image_target(
     scores: Tensor, ids: Tensor, box: Tensor, side: int, num_classes: int, geometry: str
 ) -> Tensor:
-    cells = dense_map(scores, ids, num_classes)
+    cells = torch.zeros(num_classes, *scores.shape[1:], dtype=torch.float64)
+    cells = cells.scatter(0, ids.long(), scores.double())  # of the k best logits
     height, width = cells.shape[1:]
     top, left, tall, wide = box.double().tolist()
     bottom, right = top + tall, left + wide

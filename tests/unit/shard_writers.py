@@ -1,7 +1,4 @@
-"""Write small shards of each format by the formats' descriptions, without the package's code.
-
-And let the package write them without worker processes, which take a second to start.
-"""
+"""Write small shards of each format by the formats' descriptions, without the package's code."""
 
 import io
 import os

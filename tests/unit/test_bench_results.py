@@ -1,7 +1,4 @@
-"""The flags of benchmarks, the statistics of paired measurements, how results are kept, and the simulator.
-
-The simulator is tested against cases counted by hand, and against what must hold whatever the numbers are.
-"""
+"""The flags of benchmarks, the statistics of paired measurements, how results are kept, the simulator."""
 
 import json
 from pathlib import Path

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pynvml import NVMLError
 from topologies_on_disk import host_of, lay_out
 
@@ -34,6 +35,7 @@ from horovod_volo.cluster.topology import (
     list_gpus,
     read_host,
 )
+from horovod_volo.cluster.world import World, rank_resources
 
 
 def nic(host: Host, name: str) -> Nic:
@@ -171,6 +173,8 @@ def test_a_number_of_threads_that_is_set_is_respected(set_to, threads, monkeypat
     if set_to is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", set_to)
     assert compute_threads(default=4) == threads
+    rank_resources(World(binding=binding()), "cpu")
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Counter-based random numbers never change, and no two purposes or counters have the same ones.
-
-That they are uniform and independent follows from the formula, splitmix64.
-"""
+"""Counter-based random numbers never change; no two purposes or counters have the same ones."""
 
 import ast
 import itertools

@@ -6,8 +6,11 @@ from coded_images import write_images
 from label_samples import catalog_of, make_store, random_store
 from PIL import Image
 
+from horovod_volo.labelling.figure import LINE_HEIGHT, MARGIN, MAX_TINT, draw_labels
 from horovod_volo.labelling.verify import best_classes, check_store, probabilities
 from horovod_volo.labels import main
+from horovod_volo.monitor.pictures import PALETTE
+from horovod_volo.token_labels.geometry import PUBLISHED
 from horovod_volo.token_labels.keys import catalog_keys
 
 NAMES = tuple(f"{name}/{number}.jpg" for name in "abcd" for number in range(3))
@@ -99,3 +102,18 @@ def test_the_command_finds_an_image_by_index_or_name(tmp_path, capsys):
     assert pictures["0"].startswith(b"\x89PNG")
     assert main(["show", str(tmp_path / "s"), str(tmp_path), "a/one", str(tmp_path / "out.png")]) == 2
     assert "several images a/one. Give CLASS/IMAGE" in capsys.readouterr().err
+
+
+def test_cells_have_the_colour_of_their_most_probable_class():
+    """A square map of an image that is white there, and twice as wide."""
+    image = Image.new("RGB", (600, 300), "white")
+    image.paste("black", (0, 0, 150, 300))
+    ids, logits = np.array([[[4, 4], [4, 2]], [[1, 1], [1, 1]]]), np.full((2, 2, 2), 20.0)
+    logits[1] = 0
+    for order in ([0, 1], [1, 0]):
+        classes = [str(number) for number in range(10)]
+        drawn = np.array(draw_labels(image, (logits[order], ids[order]), PUBLISHED, classes, []))
+        cells = drawn[MARGIN + LINE_HEIGHT :, MARGIN:][5:900:450, 5:900:450]  # their corners
+        tint = (np.array(cells, float) - 255 * (1 - MAX_TINT)) / MAX_TINT
+        first, second = np.array(PALETTE[:2])
+        assert np.abs(tint - [[first, first], [first, second]]).max() < 3

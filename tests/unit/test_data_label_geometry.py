@@ -14,7 +14,9 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 # isort: split
 from torchvision.transforms.functional import center_crop, resize
 
+from horovod_volo.config.schema import Config, Objective
 from horovod_volo.core.errors import UserError
+from horovod_volo.engine.classification_data import map_geometry
 from horovod_volo.labels import main
 from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.token_labels.keys import catalog_keys
@@ -64,6 +66,7 @@ def test_published_maps_are_assumed_to_be_centre_crops(tmp_path, catalog):
     assert "State it with --map-geometry" in warning
     stated = open_labels(folder, catalog, None, WHOLE)
     assert (stated.geometry, map_warnings(folder, stated)) == (WHOLE, [])
+    assert map_geometry(Config(objective=Objective(label_geometry="reference"))) == WHOLE
 
 
 def test_maps_that_are_not_square_are_assumed_to_cover_whole_images(tmp_path, catalog):

@@ -45,6 +45,18 @@ def open_loader(folder):
         loader.close()
 
 
+@pytest.fixture
+def maps(folder, tmp_path):
+    """Write a folder of label maps; each contains the number of its image."""
+    catalog = build_catalog(str(folder), "train", None)
+    for index in range(len(catalog)):
+        file = (tmp_path / "maps" / catalog.name(index)).with_suffix(".pt")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scores = torch.full((1, 1, 2, 2), float(index))
+        torch.save(torch.cat([scores, torch.zeros_like(scores)]).half(), file)
+    return tmp_path / "maps"
+
+
 def assert_same(batches, others):
     assert len(batches) == len(others)
     for a, b in zip(batches, others, strict=True):
@@ -64,16 +76,20 @@ def test_batches_contain_images_with_their_classes(open_loader, folder):
     assert len(set(np.concatenate([batch.indices for batch in batches]))) == 18
 
 
-def test_a_step_has_the_same_images_on_any_number_of_ranks(open_loader):
-    """A global batch of 6, divided among ranks and micro-batches in five ways, has the same pixels."""
+def test_a_step_has_the_same_images_on_any_number_of_ranks(open_loader, maps):
+    """A global batch of 6, divided among ranks and micro-batches in five ways, has the same data."""
     recorded = []
     for size, batch_size, accumulation in ((1, 6, 1), (2, 3, 1), (3, 2, 1), (1, 3, 2), (3, 1, 2)):
         steps = [set() for _ in range(3)]
         for rank in range(size):
-            loader = open_loader(rank=rank, size=size, accumulation=accumulation, batch_size=batch_size)
+            ranks = {"rank": rank, "size": size, "accumulation": accumulation}
+            loader = open_loader(maps=maps, **ranks, batch_size=batch_size)
             for number, batch in enumerate(loader.batches(2, 0)):
-                for index, image in zip(batch.indices, batch.images, strict=True):
-                    steps[number // accumulation].add((int(index), image.numpy().tobytes()))
+                data = batch.images, batch.labels.maps.scores, batch.labels.maps.boxes
+                for index, *image in zip(batch.indices, *data, strict=True):
+                    steps[number // accumulation].add(
+                        (int(index), *(each.numpy().tobytes() for each in image))
+                    )
         assert [len(step) for step in steps] == [6, 6, 6]
         recorded.append(steps)
     assert all(other == recorded[0] for other in recorded)
@@ -125,15 +141,9 @@ def test_later_batches_do_not_overwrite_earlier_ones(open_loader):
     assert all(torch.equal(each, copy) for each, copy in images)
 
 
-def test_label_maps_belong_to_their_images(open_loader, folder, tmp_path):
-    """Each map contains the number of its image; indices and maps of a batch must agree."""
-    catalog = build_catalog(str(folder), "train", None)
-    for index in range(len(catalog)):
-        file = (tmp_path / "maps" / catalog.name(index)).with_suffix(".pt")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scores = torch.full((1, 1, 2, 2), float(index))
-        torch.save(torch.cat([scores, torch.zeros_like(scores)]).half(), file)
-    loader = open_loader(maps=tmp_path / "maps", aa="")
+def test_label_maps_belong_to_their_images(open_loader, maps):
+    """Indices and maps of a batch must agree."""
+    loader = open_loader(maps=maps, aa="")
     plain = open_loader(aa="")
     for epoch in range(2):
         for batch, unlabelled in zip(loader.batches(epoch, 0), plain.batches(epoch, 0), strict=True):

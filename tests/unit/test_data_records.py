@@ -1,7 +1,4 @@
-"""TFRecord and RecordIO shards are converted with their names, classes and bytes; training names the command.
-
-What is converted is compared with what was written by the formats' descriptions.
-"""
+"""TFRecord and RecordIO shards are converted with names, classes and bytes; training names the command."""
 
 import struct
 

@@ -1,7 +1,4 @@
-"""All augmentation of a training image, against the same operations by Pillow, image by image.
-
-With RandAugment before the crop, only the part of an image that its crop needs is decoded.
-"""
+"""All augmentation of a training image, against the same operations by Pillow, image by image."""
 
 from contextlib import closing
 from dataclasses import replace

@@ -227,9 +227,11 @@ def steps_of(context: TrainContext) -> list[str]:
 def test_steps_go_on_and_do_not_change_what_is_written(context, monkeypatch):
     release, write = threading.Event(), files.write_checkpoint
     began: list[int] = []
+    buffers = set[int]()
 
     def write_later(folder: Path, step: int, *arguments: Any, **named: Any) -> Path:
         began.append(step)
+        buffers.add(context.checkpoints._copies["model"]["head.weight"].data_ptr())
         assert step != 2 or release.wait(timeout=60)
         return write(folder, step, *arguments, **named)
 
@@ -248,6 +250,7 @@ def test_steps_go_on_and_do_not_change_what_is_written(context, monkeypatch):
     monkeypatch.setattr(loop, "train_step", observed_step)
     assert loop.fit(context)
     assert began == [2, 4]
+    assert len(buffers) == 1
     assert steps_of(context) == ["step_00000002", "step_00000004"]
     for step in began:
         path = find_checkpoint(str(context.folder / "checkpoints" / f"step_{step:08}"))

@@ -1,7 +1,4 @@
-"""Generated maps belong to their images by full name, and give training the teacher's own distribution.
-
-The teacher sees squares of whole images; damaged ones are left out and reported.
-"""
+"""Generated maps belong to their images by full name, and give training the teacher's distribution."""
 
 from contextlib import closing
 from pathlib import Path

@@ -138,6 +138,9 @@ def test_weights_of_classification_begin_the_trunk_of_ssd(name: str) -> None:
     assert all(name.startswith("backbone.") for name in fitted)
     assert "tensors of classification alone are left out" in messages[-1]
     model.load_state_dict(fitted, strict=False)
+    boxes, logits = model(torch.randn(2, 3, 320, 320), 1)
+    (boxes.square().mean() + logits.square().mean()).backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
     again, none, _ = fitted_weights(model, ssd.HEADS, model.state_dict())
     assert set(again) == set(model.state_dict())
     assert none == []

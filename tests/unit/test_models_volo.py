@@ -12,7 +12,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.blocks import Block
 from horovod_volo.models.build import build_model, check_model, spec_of
-from horovod_volo.models.lvvit import LvVit
+from horovod_volo.models.lvvit import LvVit, LvVitBlock
 from horovod_volo.models.volo import Volo, fit_position_embedding
 from horovod_volo.objective.mixing import Box
 
@@ -140,6 +140,13 @@ def test_stochastic_depth_rises_over_the_transformers_only(name: str, rate: floa
 def test_stochastic_depth_of_lvvit_rises_over_all_blocks() -> None:
     model = on_meta("lvvit_s", img_size=224, drop_path=0.3)
     assert model.rates == pytest.approx([0.02 * n for n in range(16)])
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_the_branches_of_lvvit_are_divided(divisor: float) -> None:
+    block, tokens = LvVitBlock(32, 2, 3.0, divisor), torch.randn(2, 5, 32)
+    between = tokens + block.attn(block.norm1(tokens)) / divisor
+    torch.testing.assert_close(block(tokens), between + block.mlp(block.norm2(between)) / divisor)
 
 
 def test_mistakes_name_the_nearest() -> None:

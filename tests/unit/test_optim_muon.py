@@ -27,18 +27,13 @@ Array = NDArray[np.float64]
 MOMENTUM, DECAY = 0.9, 0.05
 
 
-def polynomial(values: Array) -> Array:
-    """Return what five quintic steps make of singular values."""
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    return values
-
-
 def by_decomposition(matrix: Array) -> Array:
     """Return the result of the iterations, computed on singular values."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    norm = np.sqrt((values**2).sum())
-    return left @ np.diag(polynomial(values / norm) if norm else values) @ right
+    values /= np.sqrt((values**2).sum()) or 1
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return left @ np.diag(values) @ right
 
 
 def random_matrices(count: int, rows: int, columns: int, seed: int = 0) -> Tensor:

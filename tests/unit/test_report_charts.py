@@ -11,27 +11,19 @@ from horovod_volo.report.quantities import Quantity
 from tests.unit.parsed_page import ParsedPage
 
 
-def chart_of(*curves: Curve, is_log: bool = False) -> ParsedPage:
-    return ParsedPage(draw(Chart("Title", Quantity("Title", unit="units"), "epochs", curves, is_log)))
-
-
-def grid_of(page: ParsedPage, number: int) -> tuple[float, ...]:
-    """Return left, top, right and bottom of the axes of a drawing."""
-    (_, found) = [each for each in page.elements if "data-box" in each[1]][number]
-    return tuple(map(float, found["data-box"].split()))
-
-
 @pytest.mark.parametrize("is_log", [False, True])
 def test_points_are_where_the_axes_say(is_log: bool) -> None:
     random = np.random.default_rng(0)
     points = list(zip(range(1, 9), (10 ** random.uniform(-2, 1, size=8)).tolist(), strict=True))
-    page = chart_of(Curve("run", points), is_log=is_log)
+    quantity, curves = Quantity("Title", unit="units"), (Curve("run", points),)
+    page = ParsedPage(draw(Chart("Title", quantity, "epochs", curves, is_log)))
     values = [y for _, y in points]
     axis = log_axis(values, 5) if is_log else linear_axis(values, 5)
     paths = [found["d"] for tag, found in page.elements if tag == "path"]
     assert len(paths) == 2
-    for number, path in enumerate(paths):
-        left, top, right, bottom = grid_of(page, number)
+    grids = [found["data-box"] for _, found in page.elements if "data-box" in found]
+    for grid, path in zip(grids, paths, strict=True):
+        left, top, right, bottom = map(float, grid.split())
         expected = [
             (left + (right - left) * x / 8, bottom - (bottom - top) * axis.place(y)) for x, y in points
         ]

@@ -1,5 +1,6 @@
 """COCO's average precision against pycocotools, mean IoU against loops over pixels; pictures stay small."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,21 @@ import pytest
 import torch
 from box_samples import annotation, image, write_coco
 from numpy.typing import NDArray
+from PIL import Image
 from pycocotools import coco, cocoeval
 from torch import Tensor
 
-from horovod_volo.core.batch import IGNORED
+from horovod_volo.config.data_settings import Data
+from horovod_volo.config.schema import Config
+from horovod_volo.core.batch import IGNORED, Labels, TrainBatch
 from horovod_volo.dense.average_precision import BoxPredictions, BoxTruths, measure_boxes
 from horovod_volo.dense.box_list import list_boxes
 from horovod_volo.dense.mean_iou import count_pixels, iou_metrics, slide
 from horovod_volo.dense.pictures import EvaluationPictures
+from horovod_volo.models.weights_header import statistics_of_run
+from horovod_volo.objective.loss import build_loss
+from horovod_volo.objective.mixing import NO_BOX
+from horovod_volo.pictures.classification import draw_batch
 
 RandomBoxes = tuple[BoxTruths, BoxPredictions, int]
 
@@ -187,3 +195,14 @@ def test_pictures_of_lines(tmp_path: Path, width: int, height: int) -> None:
     for picture in (*boxes.latest.values(), *masks.latest.values()):
         assert picture.height <= 256
         assert picture.width <= 3 * 3000
+
+
+@pytest.mark.parametrize("data", [Data(), Data(mean=(0.2, 0.3, 0.4), std=(0.5, 0.4, 0.3))])
+def test_pictures_of_a_training_batch_have_the_colours_of_its_images(data: Data) -> None:
+    config, color = Config(data=data), torch.tensor([200, 120, 40])
+    mean, std = (torch.tensor(values) for values in statistics_of_run(data, config.model.model))
+    images = ((color / 255 - mean) / std).view(1, 3, 1, 1).repeat(2, 1, 32, 32)
+    batch = TrainBatch(images, Labels(torch.arange(2)), np.arange(2), np.arange(2))
+    loss = build_loss(config.objective, 2, 4)
+    shown = Image.open(BytesIO(draw_batch(batch, NO_BOX, loss, ("ant", "bee"), config)["batch"].png))
+    assert np.abs(np.array(shown.convert("RGB").getpixel((60, 60))) - color.numpy()).max() <= 2
