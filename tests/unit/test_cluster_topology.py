@@ -173,8 +173,11 @@ def test_a_number_of_threads_that_is_set_is_respected(set_to, threads, monkeypat
     if set_to is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", set_to)
     assert compute_threads(default=4) == threads
+    before = torch.get_num_threads()
     rank_resources(World(binding=binding()), "cpu")
-    assert torch.get_num_threads() == threads
+    found = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert found == threads
 
 
 @pytest.mark.parametrize(
