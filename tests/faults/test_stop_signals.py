@@ -56,7 +56,7 @@ exit_at_once(3)"""
 
 
 def test_a_command_is_interrupted_again_if_it_goes_on_but_not_while_it_cleans_up():
-    for block in ("except BaseException: pass\n    time.sleep(9)", "finally: print(time.sleep(1.5))"):
+    for block in ("except: pass\n    print(time.sleep(0.5))", "finally: print(time.sleep(1.5))"):
         program = f"""import os, signal, time
 from horovod_volo.cluster.stop_signals import run_until_signal
 def main(_):
@@ -64,7 +64,7 @@ def main(_):
     {block}
 run_until_signal(main, "stopped")"""
         done = run([sys.executable, "-c", program])
-        assert (done.returncode, done.stdout) == (130, "SIGINT: stopped\n" + "None\n" * ("print" in block))
+        assert (done.returncode, done.stdout) == (130, "SIGINT: stopped\n" + "None\n" * ("finally" in block))
 
 
 def stop(

@@ -1,4 +1,4 @@
-"""Runs tests of Triton kernels interpreted, in a process: Triton decides at its first import."""
+"""Runs tests of Triton kernels in a process that interprets them: Triton decides at its first import."""
 
 import os
 import subprocess

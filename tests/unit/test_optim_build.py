@@ -73,6 +73,7 @@ def test_weight_decay_and_the_learning_rates_of_layers_are_timms(name: str, laye
     for key, (scale, decay) in found.items():
         assert (scale, decay) == (pytest.approx(expected[key][0]), expected[key][1])
     assert {decay for _, decay in found.values()} == {0.0, DECAY}
+    assert (len({scale for scale, _ in found.values()}) > 3) == (layer_decay < 1)
     layers = {"lvvit_t": {"pos_embed": 13, "blocks.0.norm1.weight": 12, "norm.weight": 1, "head.weight": 0}}
     for parameter, below in layers.get(name, {}).items():
         assert found[id(model.get_parameter(parameter))][0] == pytest.approx(layer_decay**below)
