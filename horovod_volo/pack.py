@@ -105,7 +105,8 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
         raise UserError(f"cannot pack into {out}: {error}. {remedy}") from error
     list_problems(left_out)
     if left_out:
-        print(f"{len(left_out)} images were left out", file=sys.stderr)
+        remedy = f"Once they can be read, remove {out} and pack again."
+        print(f"{len(left_out)} images were left out. {remedy}", file=sys.stderr)
     return DAMAGED if left_out and args.bad_samples == "fail" else DONE
 
 

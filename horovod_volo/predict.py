@@ -67,6 +67,9 @@ def _predict(options: argparse.Namespace) -> int:
     from horovod_volo.evaluation.predictions import load_network, predict, write_contact_sheet
     from horovod_volo.plugins import load_plugins
 
+    for stream in (sys.stdin, sys.stdout):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="surrogateescape")  # names of files are bytes
     load_plugins(options.plugin)
     bad = list[str]()
     files = _files(options.images, bad)

@@ -6,7 +6,7 @@ The table [published] of a recipe holds its published result, and the settings t
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,13 @@ def dump(config: Config) -> str:
     """Return all settings as the text of a recipe, in the schema's order."""
     tables = [*group_types(), *(["published"] if config.published != Published() else [])]
     return "\n".join(f"[{table}]\n{_lines(vars(getattr(config, table)))}" for table in tables)
+
+
+def with_absolute_folder(config: Config) -> Config:
+    """Return settings whose data folder is the same in every working directory."""
+    folder = config.data.data_dir
+    absolute = folder if not folder or "://" in folder else str(Path(folder).absolute())
+    return replace(config, data=replace(config.data, data_dir=absolute))
 
 
 def _lines(values: dict[str, Any]) -> str:

@@ -56,13 +56,13 @@ def print_error(message: str) -> None:
 
 
 def refuse_mistakes(work: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Have the work of a command that runs in one process print a UserError and return MISTAKE."""
+    """Have the work of a command that runs in one process print a mistake and return MISTAKE."""
 
     @wraps(work)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         try:
             return work(*args, **kwargs)
-        except UserError as problem:
+        except (UserError, OSError) as problem:
             print_error(f"error: {problem}")
             return MISTAKE
 

@@ -44,9 +44,9 @@ _ENDING_OF_START = {
     b"\xff\xd8\xff": ".jpg",
     b"\x89PNG\r\n\x1a\n": ".png",
     b"BM": ".bmp",
-    b"II*\0": ".tif",
-    b"MM\0*": ".tif",
-    b"GIF8": ".gif",  # decoders accept it under any name
+    **dict.fromkeys((b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"), ".tif"),  # the last two of BigTIFF
+    b"GIF8": ".gif",  # decoders accept it and PPM under any name
+    **dict.fromkeys([b"P%d" % kind for kind in range(1, 7)], ".ppm"),
 }
 START_BYTES = 12  # enough for `ending_of`
 # Segments of a JPEG file, by the byte that names their kind. Frames: baseline, extended, progressive.

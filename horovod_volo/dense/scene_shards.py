@@ -20,31 +20,15 @@ from horovod_volo.data.images.catalog import SHARDS_OPEN
 from horovod_volo.data.images.catalog_file import open_file
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, Split
 from horovod_volo.data.images.tar_shards import MASK_ENDING, damaged, tar_members
+from horovod_volo.data.packing import packed_split
 from horovod_volo.data.packing.manifest import MANIFEST, PackedShard, read_manifest
-from horovod_volo.data.packing.packed_split import (
-    PACKERS,
-    WORK,
-    Packer,
-    Progress,
-    Sample,
-    SplitContent,
-    check_packed,
-    pack_split,
-)
-from horovod_volo.dense.scene_list import (
-    MASK_FOLDERS,
-    SceneLayout,
-    SceneList,
-    find_layout,
-    list_scenes,
-    read_classes,
-)
+from horovod_volo.dense import scene_list
 
 _LAYOUT = "layout"  # an entry of manifests of images with masks
 
 
 @dataclass(frozen=True, eq=False)
-class SceneShards(SceneList):
+class SceneShards(scene_list.SceneList):
     shards: tuple[Path, ...]
     places: NDArray[np.int64]  # (images, 5): shard; offset and bytes of the image; those of the mask
     _open: Any = field(default_factory=lambda: lru_cache(SHARDS_OPEN)(open_file), init=False, repr=False)
@@ -89,16 +73,16 @@ def has_scenes(root: Path) -> bool:
     if packed:
         return _LAYOUT in read_manifest(packed[0]).asked
     has_classes = any((root / name).is_dir() for names in FOLDER_NAMES.values() for name in names)
-    return not has_classes and any((root / name).is_dir() for name in MASK_FOLDERS)
+    return not has_classes and any((root / name).is_dir() for name in scene_list.MASK_FOLDERS)
 
 
-def open_scenes(root: Path, split: Split) -> SceneList:
+def open_scenes(root: Path, split: Split) -> scene_list.SceneList:
     """List a split of a data folder, packed or not; raise UserError if it has no images with masks."""
     if not root.is_dir():
         raise UserError(f"There is no folder {root}. Give the folder of the images and masks.")
     if any((root / name / MANIFEST).is_file() for name in FOLDER_NAMES):
         return _list_shards(root, split)
-    return list_scenes(root, find_layout(root), split)
+    return scene_list.list_scenes(root, scene_list.find_layout(root), split)
 
 
 def mask_member(image: str) -> str:
@@ -118,7 +102,9 @@ def _list_shards(root: Path, split: Split) -> SceneShards:
         (number, *pair) for number, shard in enumerate(manifest.shards) for pair in _pairs(folder, shard)
     ]
     names, places = tuple(name for _, name, _ in found), [(number, *place) for number, _, place in found]
-    layout = SceneLayout(manifest.asked[_LAYOUT], read_classes(folder), manifest.asked["zero_is_ignored"])
+    layout = scene_list.SceneLayout(
+        manifest.asked[_LAYOUT], scene_list.read_classes(folder), manifest.asked["zero_is_ignored"]
+    )
     shards = tuple(folder / shard.file for shard in manifest.shards)
     scenes = SceneShards(root, layout, split, names, shards, np.array(places, dtype=np.int64))
     if scenes.digest != manifest.asked["scenes"]:
@@ -153,17 +139,17 @@ def pack_scenes(
     shard_images: int,
     shard_bytes: int,
     workers: int,
-    progress: Callable[[Split], Progress],
+    progress: Callable[[Split], packed_split.Progress],
 ) -> None:
     """Pack both splits of a folder of images and masks, or resume."""
     if out.resolve() == data_dir.resolve():
         raise UserError(f"{out} is the folder of the images. Name another folder for the shards.")
-    check_packed(out)
+    packed_split.check_packed(out)
     splits = {split: open_scenes(data_dir, split) for split in FOLDER_NAMES}
-    work = out / WORK
+    work = out / packed_split.WORK
     make_folder(work)
     for split, scenes in splits.items():
-        content = SplitContent(
+        content = packed_split.SplitContent(
             classes=tuple(scenes.classes),
             order=np.arange(len(scenes), dtype=np.uint32),
             shard_images=shard_images,
@@ -177,12 +163,12 @@ def pack_scenes(
             },
             open=partial(partial, _read_scene, scenes),
         )
-        pack_split(content, out, split, workers=workers, progress=progress(split))
+        packed_split.pack_split(content, out, split, workers=workers, progress=progress(split))
         scenes.close()
     shutil.rmtree(work)
 
 
-def _read_scene(scenes: SceneList, index: int) -> Sample:
+def _read_scene(scenes: scene_list.SceneList, index: int) -> packed_split.Sample:
     name = scenes.names[index]
     try:
         return (name, scenes.read(index).tobytes()), (mask_member(name), scenes.encoded_mask(index))
@@ -190,4 +176,4 @@ def _read_scene(scenes: SceneList, index: int) -> Sample:
         raise UserError(f"{error}. Repair it or remove the image, and pack again.") from error
 
 
-PACKERS.register("images with masks", Packer(has_scenes, pack_scenes))
+packed_split.PACKERS.register("images with masks", packed_split.Packer(has_scenes, pack_scenes))

@@ -22,7 +22,7 @@ from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.loss import check_threshold
 from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
 from horovod_volo.token_labels.keys import check_published_keys
-from horovod_volo.token_labels.source import LabelSource, map_warnings, open_labels
+from horovod_volo.token_labels.source import LabelSource, classes_warnings, map_warnings, open_labels
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Images(TaskData):
         if config.data.balance and len(set(np.bincount(self.train.targets).tolist())) == 1:
             found.append("--balance has no effect: all classes have equally many images")
         if self.label_maps is not None:
-            found += map_warnings(config.objective.token_label_data, self.label_maps)
+            folder = config.objective.token_label_data
+            found += map_warnings(folder, self.label_maps)
+            found += classes_warnings(folder, self.label_maps, self.train)
         return found
 
 

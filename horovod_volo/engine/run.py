@@ -20,7 +20,7 @@ from horovod_volo.cluster.launch_env import OWN
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World, rank_resources
 from horovod_volo.config.derived import derive, resolve
-from horovod_volo.config.recipe import dump
+from horovod_volo.config.recipe import dump, with_absolute_folder
 from horovod_volo.config.schema import ON_CPU, ONE_RANK, RESUMED, Config
 from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.environment import collect_environment
@@ -264,7 +264,7 @@ def log_start(context: TrainContext, warnings: list[str], *, shown: bool = True)
         context.logger.log(*format_lines(properties, [*binding_warnings, *warnings]))
     _note_peak(context)
     context.logger.describe(context.state.step, partial(describe_run, context))
-    context.logger.write_file("resolved.toml", dump(context.config))
+    context.logger.write_file("resolved.toml", dump(with_absolute_folder(context.config)))
     environment = collect_environment() | {"hosts": context.hosts, "bindings": bindings, "banner": properties}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.world import RankResources, World, rank_resources
+from horovod_volo.cluster.world import AllRanksError, RankResources, World, rank_resources
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import Normalization
@@ -60,7 +60,7 @@ def load_teacher(choice: TeacherChoice, classes: Sequence[str]) -> PretrainedMod
     is_run = Path(name).is_dir()
     if is_run:
         trained = load_pretrained(weights or name, image_side=image_side)
-    elif pretrained and registered_model(name) is None:
+    elif pretrained and not weights and registered_model(name) is None:
         trained = load_pretrained(f"{TIMM}{name}", image_side=image_side)
     else:
         check_model(name, img_size=image_side or spec_of(name).img_size, tokens=False)
@@ -175,6 +175,10 @@ def generate_labels(
         return load_teacher(choice, catalog.classes)
 
     teacher = world.run_on_all_ranks(load)
+    if len(names := sorted(set(world.allgather_object(teacher.name)))) > 1:
+        raise AllRanksError(
+            f"the ranks have different teachers: {'; '.join(names)}. Give all the same weights."
+        )
     teacher.network.to(resources.device)
 
     def open_store() -> LabelStoreWriter:
@@ -199,7 +203,7 @@ def generate_labels(
     problems_by_rank = world.allgather_object(problems)
     if world.is_rank_zero:
         writer.finish()
-        shutil.rmtree(store / _CATALOG_FOLDER)
+        shutil.rmtree(store / _CATALOG_FOLDER, ignore_errors=True)  # NFS keeps the names of open files
     return len(catalog), list(chain(*problems_by_rank))
 
 
@@ -208,9 +212,10 @@ def _label_shards(
 ) -> list[str]:
     """Write the unfinished shards of this rank; return the problems of all its shards."""
     records = {number: writer.finished(number) for number in range(world.rank, writer.shards, world.size)}
-    problems = [problem for record in records.values() if record for problem in record.problems]
-    unfinished = [number for number, record in records.items() if record is None]
+    # Also those with problems: their images may have been repaired.
+    unfinished = [number for number, record in records.items() if record is None or record.problems]
     total, done, top_k = sum(len(writer.rows(number)) for number in unfinished), 0, writer.metadata.top
+    problems = list[str]()
     progress(done, total)
     for number in unfinished:
         rows = writer.rows(number)

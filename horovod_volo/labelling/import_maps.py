@@ -18,14 +18,9 @@ from horovod_volo.labelling.store_writer import (
     check_new_store,
     open_writer,
 )
+from horovod_volo.token_labels import published_maps
 from horovod_volo.token_labels.geometry import MapGeometry, assumption_warning
 from horovod_volo.token_labels.keys import catalog_keys
-from horovod_volo.token_labels.published_maps import (
-    MAPS_PROBED,
-    probe_map_shape,
-    read_geometry,
-    read_published_map,
-)
 from horovod_volo.token_labels.source import UNKNOWN_TEACHER
 
 Progress = Callable[[int, int], None]  # maps done, maps in all
@@ -51,9 +46,9 @@ def import_labels(
     """
     check_new_store(folder)
     keys, classes = catalog_keys(catalog), len(catalog.classes)
-    probed = (source / f"{key}.pt" for key in keys[:: max(1, len(keys) // MAPS_PROBED)])
-    map_shape = probe_map_shape(probed, classes)
-    geometry, assumed = (geometry, False) if geometry is not None else read_geometry(source, map_shape)
+    probed = (source / f"{key}.pt" for key in keys[:: max(1, len(keys) // published_maps.MAPS_PROBED)])
+    map_shape = published_maps.probe_map_shape(probed, classes)
+    geometry, assumed = (geometry, False) if geometry else published_maps.read_geometry(source, map_shape)
     if assumed:
         warn(assumption_warning(folder, geometry))
     writer = open_writer(
@@ -110,7 +105,7 @@ def import_shard(writer: LabelStoreWriter, number: int, source: Path, keys: Sequ
     expected, problems = (writer.metadata.classes, writer.metadata.map_shape), list[str]()
     for row, key in enumerate(keys):
         try:
-            scores[row], ids[row] = read_published_map(source / f"{key}.pt", *expected)
+            scores[row], ids[row] = published_maps.read_published_map(source / f"{key}.pt", *expected)
         except BadSampleError as problem:
             problems.append(str(problem))
     return writer.write(number, scores, ids, problems)

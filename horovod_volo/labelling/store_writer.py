@@ -19,19 +19,8 @@ from safetensors.numpy import save
 from horovod_volo.core.atomic_file import atomic_write, file_sha256, make_folder, remove_partials
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
+from horovod_volo.token_labels import store
 from horovod_volo.token_labels.keys import encode_keys
-from horovod_volo.token_labels.store import (
-    KEYS_FILE,
-    METADATA_FILE,
-    UNFINISHED_FILE,
-    VERSION,
-    Shard,
-    StoreMetadata,
-    ids_type,
-    is_store,
-    is_unfinished,
-    read_metadata,
-)
 
 SHARD_ROWS = 8192
 
@@ -43,7 +32,7 @@ Ids = NDArray[np.integer[Any]]  # likewise
 class ShardRecord:
     """A finished shard, with the reason for each map that is missing in it."""
 
-    shard: Shard
+    shard: store.Shard
     problems: tuple[str, ...]
 
 
@@ -52,7 +41,7 @@ class LabelStoreWriter:
     """Writer of an unfinished store; every process that writes shards has an equal one."""
 
     folder: Path
-    metadata: StoreMetadata
+    metadata: store.StoreMetadata
 
     @property
     def shards(self) -> int:
@@ -74,7 +63,9 @@ class LabelStoreWriter:
         content = save({"scores": scores, "ids": ids})
         name = f"maps-{number:05}.safetensors"
         missing = int((ids[:, 0, 0, 0] == NO_CLASS).sum())
-        shard = Shard(name, self.rows(number).start, len(ids), missing, hashlib.sha256(content).hexdigest())
+        shard = store.Shard(
+            name, self.rows(number).start, len(ids), missing, hashlib.sha256(content).hexdigest()
+        )
         record = ShardRecord(shard, tuple(problems))
         written = json.dumps(asdict(record), indent=1).encode()
         try:
@@ -92,21 +83,21 @@ class LabelStoreWriter:
         """Return the record of a shard that is finished and undamaged, else None."""
         try:
             stored = json.loads(self._record_path(number).read_bytes())
-            record = ShardRecord(Shard(**stored["shard"]), tuple(stored["problems"]))
+            record = ShardRecord(store.Shard(**stored["shard"]), tuple(stored["problems"]))
             undamaged = file_sha256(self.folder / record.shard.file) == record.shard.sha256
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return record if undamaged else None
 
-    def finish(self) -> StoreMetadata:
+    def finish(self) -> store.StoreMetadata:
         """Write store.json and remove the records; every shard must be finished."""
         stored = [json.loads(self._record_path(number).read_bytes()) for number in range(self.shards)]
-        metadata = replace(self.metadata, shards=tuple(Shard(**record["shard"]) for record in stored))
-        with atomic_write(self.folder / METADATA_FILE) as file:
+        metadata = replace(self.metadata, shards=tuple(store.Shard(**record["shard"]) for record in stored))
+        with atomic_write(self.folder / store.METADATA_FILE) as file:
             file.write(metadata.to_json())
         for number in range(self.shards):
             self._record_path(number).unlink()
-        (self.folder / UNFINISHED_FILE).unlink()
+        (self.folder / store.UNFINISHED_FILE).unlink()
         remove_partials(self.folder)
         return metadata
 
@@ -130,21 +121,21 @@ def open_writer(
     content = encode_keys(keys)
     if content.count(b"\n") != len(keys):
         raise UserError("the name of a class or an image contains a line break. Rename it.")
-    metadata = StoreMetadata(
-        version=VERSION,
+    metadata = store.StoreMetadata(
+        version=store.VERSION,
         maps=len(keys),
         classes=classes,
         top=map_shape[0],
         height=map_shape[1],
         width=map_shape[2],
-        ids=ids_type(classes),
+        ids=store.ids_type(classes),
         keys=hashlib.sha256(content).hexdigest(),
         shard_rows=shard_rows,
         shards=(),
         **provenance,
     )
-    if is_unfinished(folder):
-        before, now = asdict(read_metadata(folder / UNFINISHED_FILE)), asdict(metadata)
+    if store.is_unfinished(folder):
+        before, now = asdict(store.read_metadata(folder / store.UNFINISHED_FILE)), asdict(metadata)
         changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
         if changed:
             raise UserError(
@@ -153,7 +144,7 @@ def open_writer(
             )
         return LabelStoreWriter(folder, metadata)
     make_folder(folder)
-    for name, written in ((KEYS_FILE, content), (UNFINISHED_FILE, metadata.to_json())):
+    for name, written in ((store.KEYS_FILE, content), (store.UNFINISHED_FILE, metadata.to_json())):
         with atomic_write(folder / name) as file:
             file.write(written)
     return LabelStoreWriter(folder, metadata)
@@ -161,15 +152,15 @@ def open_writer(
 
 def check_new_store(folder: Path) -> None:
     """Raise UserError if no store can be written or resumed in this folder."""
-    if is_store(folder):
+    if store.is_store(folder):
         raise UserError(
             f"{folder} is already a complete label store. Remove it first, or name another folder."
         )
-    if is_unfinished(folder) or not folder.exists():
+    if store.is_unfinished(folder) or not folder.exists():
         return
     # Temporary files of killed processes have names that start with a dot.
     if not folder.is_dir() or any(
-        entry.name != KEYS_FILE and not entry.name.startswith(".") for entry in folder.iterdir()
+        entry.name != store.KEYS_FILE and not entry.name.startswith(".") for entry in folder.iterdir()
     ):
         raise UserError(
             f"{folder} is a file, or holds other files. Name a folder that is empty or does not exist yet."

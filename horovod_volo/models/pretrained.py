@@ -4,7 +4,6 @@ Evaluation adds half of the highest token logit to each class logit. An auxiliar
 trained would add noise, so evaluation leaves it out.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from horovod_volo.models.build import build_model, check_model, our_name, spec_o
 from horovod_volo.models.registry import ModelSpec, registered_model
 from horovod_volo.models.timm_api import is_model
 from horovod_volo.models.weights import AUX_HEAD, TIMM, load_weights, read_weights, weights_file
-from horovod_volo.models.weights_header import read_class_names, read_header, statistics_of_weights
+from horovod_volo.models.weights_header import read_class_names, read_evaluation, statistics_of_weights
 
 SETTINGS_OF_RUN = "resolved.toml"
 
@@ -105,13 +104,10 @@ def _crop(source: str, run: Mapping[str, Any], published: ModelSpec, side: int) 
     if run:  # runs are evaluated on centre crops
         return "center", float(run.get("crop_pct", 0.0)) or published.crop_at(side)
     try:
-        found = read_header(source)
-        if "crop_mode" not in found:
-            config = weights_file(Path(source)).with_name("config.json").read_bytes()
-            found = json.loads(config)["pretrained_cfg"]
+        found = read_evaluation(source)
         of_test = found.get("test_crop_pct") if (found.get("test_input_size") or [side])[-1] == side else 0
         return str(found["crop_mode"]), float(of_test or found["crop_pct"])
-    except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError):  # of timm:NAME, for one
+    except (ValueError, KeyError, TypeError):  # of timm:NAME, for one
         return published.crop_mode, published.crop_at(side)
 
 

@@ -38,7 +38,7 @@ def check_folder(folder: Path, *, replace: bool) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder} is a file. Name a folder for the export.")
     inside = {path.name for path in folder.iterdir()}
-    others = sorted(inside - _EXPORT_FILES)
+    others = sorted(inside - _EXPORT_FILES if CONFIG in inside else inside)
     if others:
         raise UserError(f"{folder} holds files that are not of an export ({others[0]}). Name another folder.")
     if inside and not replace:

@@ -62,12 +62,23 @@ def statistics_of_weights(
 
 def read_statistics(source: str) -> PixelStatistics | None:
     """Return the statistics that are with the weights at `source`, or None if they hold none."""
-    header = read_header(source)
+    found = read_evaluation(source)
     try:
-        mean, std = (tuple(map(float, json.loads(header[key]))) for key in (_MEAN, _STD))
+        return PixelStatistics(*(tuple(map(float, found[key])) for key in (_MEAN, _STD)))
     except (KeyError, ValueError, TypeError):
         return None
-    return PixelStatistics(mean, std)
+
+
+def read_evaluation(source: str) -> Mapping[str, Any]:
+    """Return the crop and statistics in the header of the weights at `source`, else in timm's config.json."""
+    header = read_header(source)
+    try:
+        if _MEAN in header:
+            return header | {key: json.loads(header[key]) for key in (_MEAN, _STD)}
+        config = weights_file(Path(source)).with_name("config.json").read_bytes()
+        return dict(json.loads(config)["pretrained_cfg"])
+    except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def finetune_warnings(source: str, settings: Data, model: str) -> list[str]:

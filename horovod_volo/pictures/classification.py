@@ -17,17 +17,8 @@ from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.image_decoder import Normalization
 from horovod_volo.engine.classification import PICTURES
 from horovod_volo.models.weights_header import statistics_of_run
+from horovod_volo.monitor import pictures
 from horovod_volo.monitor.logger import Picture
-from horovod_volo.monitor.pictures import (
-    BACKGROUND,
-    GREY,
-    SECONDARY_TEXT,
-    TEXT,
-    Color,
-    encoded_with_palette,
-    load_font,
-    palette_colors,
-)
 from horovod_volo.objective.label_map import most_probable
 from horovod_volo.objective.loss import Loss, SoftTargetLoss
 from horovod_volo.objective.mixing import Box, ImageMix, Mix
@@ -50,7 +41,7 @@ def draw_batch(
     images = _pixels(batch.images[:_MOST], normalization)
     partners = _pixels(batch.images.flip(0)[:_MOST], normalization)
     tokens = _token_classes(batch, loss)
-    colors = palette_colors(tokens) if tokens is not None else {}
+    colors = pictures.palette_colors(tokens) if tokens is not None else {}
     cells = []
     for number, (pixels, partner) in enumerate(zip(images, partners, strict=True)):
         panels = [_shown(pixels)]
@@ -60,7 +51,7 @@ def draw_batch(
         if mix.lam != 1.0:
             panels.append(_mixed(pixels, partner, mix))
         cells.append(_captioned(panels, _caption(batch, number, mix, classes)))
-    legend = [(colors[kind], classes[kind]) for kind in colors if colors[kind] != GREY]
+    legend = [(colors[kind], classes[kind]) for kind in colors if colors[kind] != pictures.GREY]
     return {"batch": _sheet(cells, legend)}
 
 
@@ -117,29 +108,29 @@ def _mixed(pixels: Pixels, partner: Pixels, mix: Mix) -> Image.Image:
 
 def _captioned(panels: Sequence[Image.Image], caption: str) -> Image.Image:
     """Return images side by side, and a line of text under them."""
-    cell = Image.new("RGB", (_SIDE * len(panels), _SIDE + _LINE), BACKGROUND)
+    cell = Image.new("RGB", (_SIDE * len(panels), _SIDE + _LINE), pictures.BACKGROUND)
     for number, panel in enumerate(panels):
         cell.paste(panel, (number * _SIDE, 0))
-    ImageDraw.Draw(cell).text((2, _SIDE + 3), caption, TEXT, load_font(_FONT))
+    ImageDraw.Draw(cell).text((2, _SIDE + 3), caption, pictures.TEXT, pictures.load_font(_FONT))
     return cell
 
 
-def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[Color, str]] = ()) -> Picture:
+def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[pictures.Color, str]] = ()) -> Picture:
     """Return cells of equal size as a sheet, with a legend of colours in two columns under it."""
     columns = max(1, _COLUMNS * _SIDE // cells[0].width)
     rows = -(-len(cells) // columns)
     width, height = cells[0].width + _GAP, cells[0].height + _GAP
     lines = -(-len(legend) // 2)
     size = (columns * width + _GAP, rows * height + _GAP + lines * _LINE)
-    sheet = Image.new("RGB", size, BACKGROUND)
+    sheet = Image.new("RGB", size, pictures.BACKGROUND)
     for number, cell in enumerate(cells):
         sheet.paste(cell, (_GAP + number % columns * width, _GAP + number // columns * height))
     draw = ImageDraw.Draw(sheet)
     for number, (color, name) in enumerate(legend):
         left, top = _GAP + number % 2 * (size[0] // 2), rows * height + _GAP + number // 2 * _LINE
         draw.rectangle((left, top, left + _FONT, top + _FONT), fill=color)
-        draw.text((left + _FONT + 5, top - 2), name, SECONDARY_TEXT, load_font(_FONT))
-    return encoded_with_palette(sheet)
+        draw.text((left + _FONT + 5, top - 2), name, pictures.SECONDARY_TEXT, pictures.load_font(_FONT))
+    return pictures.encoded_with_palette(sheet)
 
 
 PICTURES.register("classification", draw_batch)

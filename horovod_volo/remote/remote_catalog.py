@@ -68,6 +68,8 @@ class RemoteCatalog(Catalog):
 
     def _range_of_shard(self, entry: CatalogEntry) -> bytes:
         name = self._names[entry.shard]
+        if not entry.length:  # servers refuse an empty range
+            return b""
         if self._cache is None:
             return bytes(self._remote.read(name, entry.offset, entry.length))
         return self._cache.read(self._remote, name, entry.offset, entry.length)

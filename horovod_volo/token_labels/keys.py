@@ -82,7 +82,7 @@ def encode_keys(keys: Sequence[str]) -> bytes:
 
 def read_keys(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")[:-1]
+        return path.read_bytes().decode(errors="surrogateescape").split("\n")[:-1]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}. Copy the store again.") from None
 
@@ -100,12 +100,14 @@ def find_rows(
     rule = ("packed_name" if catalog.in_shards else "full_name") if by_name else "published_key"
     cached = cache / f"label_rows_by_{rule}_{catalog.digest[:16]}_{keys_digest[:16]}.npy"
     if not _is_intact(cached):
-        cache.mkdir(parents=True, exist_ok=True)
-        rows = _match_keys(catalog, keys_file, keys_digest, by_name)
-        with atomic_write(cached) as file:
-            content = io.BytesIO()
-            np.save(content, rows)
-            file.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
+        rows, content = _match_keys(catalog, keys_file, keys_digest, by_name), io.BytesIO()
+        np.save(content, rows)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with atomic_write(cached) as file:
+                file.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
+        except OSError:  # a folder for reading alone, or a full disk
+            return rows
     # As a plain array: indexing a np.memmap takes a microsecond longer.
     mapped: NDArray[np.int32] = np.load(cached, mmap_mode="r").view(np.ndarray)
     return mapped

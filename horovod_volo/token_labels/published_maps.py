@@ -7,7 +7,6 @@ without it the geometry is assumed.
 """
 
 import math
-import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,7 @@ def read_published_map(
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise BadSampleError(f"there is no label map {path}") from None
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # damaged bytes raise anything
         reason = str(error).partition("\n")[0]
         raise BadSampleError(f"the label map {path} cannot be read: {reason}") from None
     scores, ids = _split(stored, path)
@@ -135,7 +134,7 @@ def _split(stored: object, path: str | Path) -> tuple[Scores, Ids]:
     if not isinstance(stored, torch.Tensor) or stored.ndim != 4 or len(stored) != 2 or stored.numel() == 0:
         content = list(stored.shape) if isinstance(stored, torch.Tensor) else type(stored).__name__
         raise BadSampleError(f"the label map {path} holds {content}, not a tensor [2, k, height, width]")
-    logits, numbers = stored.float().numpy()  # (k, height, width) each
+    logits, numbers = stored.detach().float().numpy()  # (k, height, width) each
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and inf are refused below
         ids = numbers.astype(np.int32)
         scores = logits.astype(np.float16)

@@ -1,13 +1,14 @@
 """Open label maps, whether they are a packed store or a folder of published files."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.token_labels.geometry import MapGeometry, assumption_warning
 from horovod_volo.token_labels.keys import NamedImages
@@ -32,6 +33,7 @@ class LabelSource(Protocol):
 
 
 UNKNOWN_TEACHER = "unknown"  # of published maps
+_MAPS_TRIED = 64  # for their classes
 # Opens label maps: (their folder, images, folder for caches).
 FORMATS: Registry[Callable[[Path, NamedImages, Path | None], LabelSource]] = Registry(
     "format of label maps", "--token-label-data"
@@ -67,6 +69,22 @@ def map_warnings(folder: str, source: LabelSource) -> list[str]:
             f"generate them again with their teacher, {source.teacher}"
         )
     return found
+
+
+def classes_warnings(folder: str, source: LabelSource, catalog: NamedImages) -> list[str]:
+    """Warn if maps rarely name their images' classes: they may have been made for another order of these."""
+    agreeing = tried = 0
+    for index in np.linspace(0, len(catalog) - 1, _MAPS_TRIED).astype(np.int64).tolist():
+        with suppress(BadSampleError):
+            _, ids = source.read(index)
+            tried, most_frequent = tried + 1, np.bincount(ids[0].ravel()).argmax()
+            agreeing += int(most_frequent == catalog.targets[index])
+    if 2 * agreeing >= tried:
+        return []
+    return [
+        f"only {agreeing} of the {tried} label maps of {folder} that were tried name their image's class in "
+        "most cells: the teacher may have had the classes in another order, or is not good"
+    ]
 
 
 def _open(path: Path, catalog: NamedImages, cache: Path | None) -> LabelSource:

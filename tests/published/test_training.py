@@ -14,18 +14,9 @@ from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.objective.mixing import Box
+from tests.published import pairs
 from tests.published.checkouts import PublishedCode
 from tests.published.conftest import compare
-from tests.published.pairs import (
-    CLASSES,
-    Draw,
-    Pair,
-    compare_statistics,
-    labels_of,
-    published_target_of,
-    record_draws_of_ours,
-    use_draws_in_published,
-)
 
 STEPS, BATCH, PIXELS = 10, 4, 64
 DECAY = (
@@ -41,7 +32,7 @@ class Step:
     labels: Labels
     box: Box
     lr: float
-    draws: list[Draw]  # of drop path
+    draws: list[pairs.Draw]  # of drop path
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ def test_ten_steps(published: PublishedCode, name: str) -> None:
     # Losses of 10 to 14 are rounded to about 1e-6.
     of_losses = (single.losses - double.losses).abs().max().item()
     compare(f"{name}, ten losses", ours.losses, double.losses, 2 * of_losses + 1e-6)
-    compare_statistics(name, ours.model, single.model)
+    pairs.compare_statistics(name, ours.model, single.model)
 
 
 def distances(one: TrainedModel, other: TrainedModel, begin: dict[str, Tensor]) -> dict[str, float]:
@@ -96,7 +87,7 @@ def context_of(name: str) -> TrainContext:
     lvvit = name.startswith("lvvit")
     config = bench_config(
         model=name,
-        num_classes=CLASSES,
+        num_classes=pairs.CLASSES,
         img_size=PIXELS,
         batch_size=BATCH,
         drop_path=0.1,
@@ -115,13 +106,13 @@ def train_ours(context: TrainContext) -> tuple[TrainedModel, list[Step]]:
     """Train with the engine; return the result and the inputs of each step for the published training."""
     steps, losses = [], []
     for number in range(STEPS):
-        labels = labels_of(BATCH, seed=number)
+        labels = pairs.labels_of(BATCH, seed=number)
         images = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
         box = learner_of(context).mix(number, 0)
         assert isinstance(box, Box)
         batch = TrainBatch(images, labels, np.arange(BATCH), np.arange(BATCH))
         context.progress.meter.reset()
-        with record_draws_of_ours() as draws:
+        with pairs.record_draws_of_ours() as draws:
             train_step(context, iter([batch]))
         losses.append(context.progress.meter.sums()["total"])
         steps.append(Step(images, labels, box, context.lr(number), draws))
@@ -134,14 +125,14 @@ def train_published(
     """Train the same steps with the published network and loss and torch's AdamW."""
     model = published.network(name, img_size=PIXELS, drop_path=0.1)
     model.load_state_dict(begin, strict=True)
-    pair = Pair(name, ours=None, theirs=model.to(precision))
+    pair = pairs.Pair(name, ours=None, theirs=model.to(precision))
     optimizer = torch.optim.AdamW(groups_of(model), foreach=False, fused=False)
     losses = []
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = step.lr
-        target = published_target_of(published, step.labels, step.box.grid, precision=torch.float64)
-        with use_draws_in_published(published, step.draws):
+        target = pairs.published_target_of(published, step.labels, step.box.grid, precision=torch.float64)
+        with pairs.use_draws_in_published(published, step.draws):
             loss = pair.published_loss(published, step.images.to(precision), target.to(precision), step.box)
         optimizer.zero_grad()
         loss.backward()

@@ -1,9 +1,11 @@
 """jobs/coarse_to_fine, stopped in either stage, resumes and gives bit-identical weights."""
 
+import os
 import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -95,15 +97,17 @@ def test_a_launcher_that_returns_0_before_the_end_is_an_error(images: Path, tmp_
     assert not list(tmp_path.rglob("finished"))
 
 
-def test_a_signal_to_the_script_reaches_the_ranks(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])  # as by Ctrl-C
+def test_a_signal_to_the_script_reaches_the_ranks(images: Path, tmp_path: Path, number: int) -> None:
     """After two of many epochs; the script returns the status of the ranks, where horovodrun returns 1."""
     command = [*command_of(images, tmp_path, 2), *COARSE, "--epochs", "500", *FINE]
     with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(command, env=environment(LAUNCH=GLOO), stdout=output, stderr=output)
+        places: dict[str, Any] = {"stdout": output, "stderr": output, "start_new_session": True}
+        process = subprocess.Popen(command, env=environment(LAUNCH=GLOO), **places)
         try:
             shown = (tmp_path / "output").read_text
             wait_until(lambda: "after epoch 2" in log_of(tmp_path, "coarse"), 120, "it", shown, 0.2, process)
-            process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, number)
             assert process.wait(timeout=60) == STOPPED
         finally:
             process.kill()

@@ -71,6 +71,10 @@ def test_an_export_is_replaced_only_with_force(demo_run: Path, tmp_path: Path, c
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
     (folder / "notes.txt").touch()
     assert "(notes.txt)" in refused(capsys, demo_run, folder, "--force")
+    assert "holds the weights to export" in refused(capsys, folder / "model.safetensors", folder, "--force")
+    (folder / "notes.txt").unlink()
+    (folder / "config.json").unlink()
+    assert "(model.safetensors)" in refused(capsys, demo_run, folder, "--force")
     assert export.main([str(demo_run), "/dev/null/export"]) == 2
     assert "cannot export to /dev/null/export" in capsys.readouterr().err
 

@@ -14,16 +14,9 @@ import torch
 from pynvml import NVMLError
 from topologies_on_disk import host_of, lay_out
 
-from horovod_volo.cluster import topology
+from horovod_volo.cluster import pinning, topology
 from horovod_volo.cluster.binding import Binding, LaunchedRank, plan_binding
 from horovod_volo.cluster.launch_env import ALONE, LaunchEnv, read_launch_env
-from horovod_volo.cluster.pinning import (
-    bind,
-    compute_threads,
-    launch_env_vars,
-    ranks_bound_by_launcher,
-    visible_gpus,
-)
 from horovod_volo.cluster.topology import (
     Device,
     Host,
@@ -140,7 +133,7 @@ ALWAYS = {
 
 def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
     chosen = binding(Device("0000:07:00.0", (), 1), NICS)
-    assert launch_env_vars(chosen) == ALWAYS | {
+    assert pinning.launch_env_vars(chosen) == ALWAYS | {
         "OMP_WAIT_POLICY": "PASSIVE",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
@@ -151,16 +144,17 @@ def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
 
 
 def test_variables_of_a_rank_without_gpu_and_nic() -> None:
-    assert launch_env_vars(binding())["HOROVOD_CYCLE_TIME"] == "10"
-    changing = launch_env_vars(binding(), is_alone=True, ranks_change=True)  # without HOROVOD_CYCLE_TIME
+    assert pinning.launch_env_vars(binding())["HOROVOD_CYCLE_TIME"] == "10"
+    # Without HOROVOD_CYCLE_TIME:
+    changing = pinning.launch_env_vars(binding(), is_alone=True, ranks_change=True)
     assert changing == ALWAYS | {"OMP_WAIT_POLICY": "PASSIVE", "HOROVOD_FUSION_THRESHOLD": "0"}
-    assert launch_env_vars(binding(), is_alone=True, autotunes=True) == ALWAYS
+    assert pinning.launch_env_vars(binding(), is_alone=True, autotunes=True) == ALWAYS
 
 
 def test_variables_that_are_set_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ | {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"})
     os.environ.pop("OPENBLAS_NUM_THREADS", None)
-    assert bind("none").warnings[0].startswith("OMP_NUM_THREADS is set: torch computes with 7, not ")
+    assert pinning.bind("none").warnings[0].startswith("OMP_NUM_THREADS is set: torch computes with 7, not ")
     names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS")
     assert [os.environ[name] for name in names] == ["7", "ACTIVE", "1"]
 
@@ -172,7 +166,7 @@ def test_a_number_of_threads_that_is_set_is_respected(set_to, threads, monkeypat
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if set_to is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", set_to)
-    assert compute_threads(default=4) == threads
+    assert pinning.compute_threads(default=4) == threads
     before = torch.get_num_threads()
     rank_resources(World(binding=binding()), "cpu")
     found = torch.get_num_threads()
@@ -196,7 +190,7 @@ def test_a_number_of_threads_that_is_set_is_respected(set_to, threads, monkeypat
 def test_cuda_visible_devices_are_read_as_by_cuda(setting: str | None, shown: tuple[int, ...] | None) -> None:
     on_host = tuple(Device(kernel_address(address), (), 0) for address, _ in GPUS)
     host = Host(cores=(), nodes={}, distances={}, gpus=on_host, nics=())
-    assert visible_gpus(host, GPUS, setting) == shown
+    assert pinning.visible_gpus(host, GPUS, setting) == shown
 
 
 def test_gpus_that_a_cgroup_hides_count_as_those_of_other_ranks(tmp_path: Path) -> None:
@@ -204,11 +198,11 @@ def test_gpus_that_a_cgroup_hides_count_as_those_of_other_ranks(tmp_path: Path) 
     root, gpus = lay_out("dgx_a100", tmp_path)
     host = read_host(root, gpus[5:6])
     assert [gpu.name for gpu in host.gpus] == [gpu.name for gpu in read_host(root, gpus).gpus]
-    assert visible_gpus(host, gpus[5:6], None) == (5,)
-    assert visible_gpus(host, gpus[5:6], "0") == (5,)
+    assert pinning.visible_gpus(host, gpus[5:6], None) == (5,)
+    assert pinning.visible_gpus(host, gpus[5:6], "0") == (5,)
     rank = LaunchedRank(local_rank=5, local_size=8, allowed_cpus=frozenset(range(256)), visible_gpus=(5,))
     assert cpu_ranges(plan_binding(host, rank).cpus) == "120-127,248-255"  # the second half of node 7
-    assert visible_gpus(read_host(root, gpus), gpus, None) is None
+    assert pinning.visible_gpus(read_host(root, gpus), gpus, None) is None
 
 
 def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:
@@ -235,7 +229,7 @@ def test_the_launcher_bound_so_many_ranks_to_these_cpus(tmp_path, launcher, laun
     process(tmp_path, "20", launcher, "1", launcher_cpus)
     process(tmp_path, "1", "systemd", "0", "0-127")
     slurm = {"SLURM_CPUS_ON_NODE": "16"} if launcher == "slurmstepd" else {}
-    assert ranks_bound_by_launcher(8, slurm, tmp_path) == placed
+    assert pinning.ranks_bound_by_launcher(8, slurm, tmp_path) == placed
 
 
 def test_a_refused_cpu_affinity_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +238,7 @@ def test_a_refused_cpu_affinity_is_a_warning(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "sched_setaffinity", refused)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    bound = bind("numa")
+    bound = pinning.bind("numa")
     assert bound.warnings == (f"cannot bind to CPUs {cpu_ranges(bound.cpus)}: Operation not permitted",)
 
 

@@ -16,16 +16,11 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import color_ops
 from horovod_volo.data.augmentation import operations as ops
+from horovod_volo.data.augmentation import policy as policies
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL, rotate_by_torch
 from horovod_volo.data.augmentation.operations import source_matrices
-from horovod_volo.data.augmentation.policy import (
-    POLICIES,
-    draw_operations,
-    parse_policy,
-    register_rand_augment,
-)
 from horovod_volo.data.augmentation.random_erasing import NOISE_LENGTH, Eraser, Erasures, draw_erasures
 
 SIDE = 96
@@ -100,7 +95,7 @@ def test_operations_have_the_frequencies_and_strengths_of_timms() -> None:
     random.seed(1)
     np.random.seed(1)
     drawn_by_timm = record_draws(DRAWS)
-    drawn = draw_operations(3, 1, np.arange(DRAWS), Data(aa=SPELLING))
+    drawn = policies.draw_operations(3, 1, np.arange(DRAWS), Data(aa=SPELLING))
     for kind in ops.RAND_V1:
         name = NAMES[kind]
         theirs = np.array(drawn_by_timm[name])
@@ -111,7 +106,7 @@ def test_operations_have_the_frequencies_and_strengths_of_timms() -> None:
         assert kolmogorov(ours, theirs) < 1.95 * np.sqrt(1 / len(ours) + 1 / len(theirs)), name
     moved = np.isin(drawn.kinds, ops.GEOMETRIC)
     assert abs(drawn.bicubic[moved].mean() - 0.5) < 0.05
-    assert draw_operations(0, 0, np.arange(200), Data(train_interpolation="bicubic")).bicubic.all()
+    assert policies.draw_operations(0, 0, np.arange(200), Data(train_interpolation="bicubic")).bicubic.all()
     together = (drawn.kinds[:, 0] > 0) & (drawn.kinds[:, 1] > 0)
     assert abs(together.mean() - 0.25) < 0.03  # each layer is applied independently
 
@@ -170,18 +165,18 @@ def test_several_boxes_divide_the_erased_area() -> None:
 
 
 def test_colour_jitter_without_rand_augment() -> None:
-    drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="", color_jitter=0.4))
+    drawn = policies.draw_operations(0, 0, np.arange(DRAWS), Data(aa="", color_jitter=0.4))
     assert (np.sort(drawn.kinds, axis=1) == [ops.COLOR, ops.CONTRAST, ops.BRIGHTNESS]).all()
     assert len(np.unique(drawn.kinds, axis=0)) == 6
     assert kolmogorov(drawn.arguments.ravel(), np.linspace(0.6, 1.4, DRAWS)) < SAME_DISTRIBUTION
-    assert draw_operations(0, 0, np.arange(3), Data(aa="", color_jitter=0.0)).kinds.shape == (3, 0)
+    assert policies.draw_operations(0, 0, np.arange(3), Data(aa="", color_jitter=0.0)).kinds.shape == (3, 0)
 
 
 def test_spellings() -> None:
-    numbers = parse_policy("rand-m7-n3-p0.8-mstd101-mmax20-inc0")
+    numbers = policies.parse_policy("rand-m7-n3-p0.8-mstd101-mmax20-inc0")
     assert (numbers.magnitude, numbers.layers, numbers.probability) == (7, 3, 0.8)
     assert (numbers.magnitude_std, numbers.max_magnitude, numbers.increasing) == (101, 20, False)
-    drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="rand-m8-n3-mstd101"))
+    drawn = policies.draw_operations(0, 0, np.arange(DRAWS), Data(aa="rand-m8-n3-mstd101"))
     degrees = np.abs(drawn.arguments[drawn.kinds == ops.ROTATE])
     assert drawn.kinds.shape[1] == 3
     assert kolmogorov(degrees, np.linspace(0, 24, DRAWS)) < 0.08  # magnitudes are uniform up to 8
@@ -199,7 +194,7 @@ def test_spellings() -> None:
 )
 def test_wrong_spellings_say_what_is_known(policy: str, named: str) -> None:
     with pytest.raises(UserError, match=f"--aa.*{named}"):
-        parse_policy(policy)
+        policies.parse_policy(policy)
 
 
 def test_the_published_list_is_fixed() -> None:
@@ -207,17 +202,17 @@ def test_the_published_list_is_fixed() -> None:
     names += " Sharpness ShearX ShearY TranslateXRel TranslateYRel"
     assert [operation.name for operation in ops.RAND_V1] == names.split()
     assert [int(operation) for operation in ops.RAND_V1] == list(range(1, 16))
-    drawn = draw_operations(3, 1, np.arange(6), Data(aa=SPELLING))
+    drawn = policies.draw_operations(3, 1, np.arange(6), Data(aa=SPELLING))
     assert drawn.kinds.tolist() == [[0, 12], [0, 11], [4, 0], [14, 1], [0, 0], [2, 9]]
 
 
 def test_operations_are_drawn_from_the_set_that_is_named() -> None:
     own = ops.Operation(1000, "Own", ops.Kind.COLOR, lambda level, sign, increasing: level, color_ops.invert)
-    register_rand_augment("mine", [ops.INVERT, own])
+    policies.register_rand_augment("mine", [ops.INVERT, own])
     try:
-        drawn = draw_operations(3, 1, np.arange(200), Data(aa="mine-m9-p1"))
+        drawn = policies.draw_operations(3, 1, np.arange(200), Data(aa="mine-m9-p1"))
     finally:
-        del POLICIES["mine"], ops.OPERATIONS[1000]
+        del policies.POLICIES["mine"], ops.OPERATIONS[1000]
     assert set(np.unique(drawn.kinds)) == {int(ops.INVERT), 1000}
     assert set(np.unique(drawn.arguments.round(4))) == {0.0, np.float32(0.9)}
 
@@ -226,11 +221,11 @@ def test_operations_are_drawn_from_the_set_that_is_named() -> None:
 def test_operations_with_reserved_numbers_kinds_or_names_are_refused(number, kind, name):
     wrong = ops.Operation(number, "Wrong", ops.Kind[kind], ops.no_argument, color_ops.invert)
     with pytest.raises(UserError, match="cannot be registered"):
-        register_rand_augment(name, [wrong])
+        policies.register_rand_augment(name, [wrong])
     with pytest.raises(UserError, match="cannot be named"):
-        register_rand_augment("rand", [ops.INVERT])
+        policies.register_rand_augment("rand", [ops.INVERT])
     assert number not in ops.OPERATIONS
-    assert "mine" not in POLICIES
+    assert "mine" not in policies.POLICIES
 
 
 def sizes_of(count, seed=0):
@@ -244,7 +239,7 @@ def test_draws_depend_on_seed_epoch_and_sample_alone():
 
     def draws(seed, epoch, samples):
         crops = draw_crops(seed, epoch, samples, sizes[samples], settings)
-        operations = draw_operations(seed, epoch, samples, settings)
+        operations = policies.draw_operations(seed, epoch, samples, settings)
         erasures = draw_erasures(seed, epoch, samples, settings, 64)
         yield np.column_stack([crops.boxes, crops.flip_horizontal, crops.flip_vertical])
         yield np.column_stack([operations.kinds, operations.arguments])

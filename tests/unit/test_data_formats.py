@@ -173,6 +173,8 @@ def write_shard(folder):
 
 def test_damage_during_the_run_is_a_bad_sample_with_its_path(tmp_path):
     shard = write_shard(tmp_path)
+    write_tar(tmp_path / "test/s.tar", tar_members())
+    assert build_catalog(str(tmp_path), "val", None).source == str(tmp_path / "test")
     catalog = train(tmp_path)
     first = catalog.read(0).tobytes()
     data = shard.read_bytes()

@@ -67,7 +67,7 @@ def test_images_and_names_are_unchanged(images, packed):
     ]
 
 
-@pytest.mark.parametrize("kind", ["GIF", *(["AVIF"] if features.check("avif") else [])])
+@pytest.mark.parametrize("kind", ["GIF", "PPM", *(["AVIF"] if features.check("avif") else [])])
 def test_images_that_are_found_in_shards_whatever_they_are_called(tmp_path, kind):
     """Members of tar shards are images by their names."""
     pictures = [picture(number, kind) for number in range(2)]
@@ -177,15 +177,16 @@ def test_a_pack_that_an_earlier_version_began_in_another_order_is_refused(
     images, tmp_path, monkeypatch, capsys
 ):
     with monkeypatch.context() as patched:
-        patched.setattr(packing, "_pack_shards", lambda *_: sys.exit(3))
+        patched.setattr(packing, "_publish", lambda *_: sys.exit(3))
         with pytest.raises(SystemExit, match="3"):
             pack(images, tmp_path, "--workers", 1)
     plan = tmp_path / ".packing/train.plan.json"
     plan.write_text(json.dumps({**json.loads(plan.read_text()), "order": 1}))
     assert pack(images, tmp_path, "--workers", 1) == 2
     assert "remove this one" in capsys.readouterr().err
-    plan.unlink()
-    assert pack(images, tmp_path, "--workers", 1) == 0
+    plan.unlink()  # the shards that are finished are of this plan
+    assert pack(images, tmp_path, "--workers", 1, "--shard-images", 20) == 0
+    assert content(tmp_path, "train") == content(images, "train")
 
 
 def test_verify_finds_every_change(packed, tmp_path, capsys):

@@ -15,20 +15,12 @@ from numpy.typing import NDArray
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, catalog_without_files, learner_of
 from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.recipe import dump
+from horovod_volo.config.recipe import dump, with_absolute_folder
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
-from horovod_volo.engine import classification
-from horovod_volo.engine.accuracy import (
-    WORST_CLASSES,
-    WRONG_IMAGES,
-    EvalCounts,
-    ImageScores,
-    class_results,
-    find_confusions,
-)
+from horovod_volo.engine import accuracy, classification
 from horovod_volo.evaluation.accuracy import held_out_by
 from horovod_volo.evaluation.imagenet import count_real, list_numbered, numbered_catalog, read_real
 from tests.gpu.synchronisation import RefuseSynchronisation
@@ -60,12 +52,14 @@ def test_classes_are_found_by_the_number_in_the_name(catalog: Catalog, tmp_path:
     assert real == [frozenset(), {5}, {2, 3}]
 
 
-def test_an_evaluation_takes_the_images_that_the_run_held_out(tmp_path: Path) -> None:
+def test_an_evaluation_takes_the_images_that_the_run_held_out(tmp_path, monkeypatch):
     data, run = tmp_path / "data", tmp_path / "run"
     for folder in (data, run, tmp_path / "other"):
         folder.mkdir()
     flags = ["--val-share", "0.2", "--val-split", "dev", "--seed", "7"]
-    (run / "resolved.toml").write_text(dump(parse([str(data), *flags]).config))
+    monkeypatch.chdir(tmp_path)
+    (run / "resolved.toml").write_text(dump(with_absolute_folder(parse(["data", *flags]).config)))
+    monkeypatch.chdir("/")
     assert held_out_by(str(run), f"{tmp_path}/other/../data") == HeldOut("dev", 0.2, 7)
     assert held_out_by(str(run), str(tmp_path / "other")) == HeldOut()
     assert held_out_by("timm:volo_d1_224.sail_in1k", str(data)) == HeldOut()
@@ -163,7 +157,7 @@ def drawn_case(seed: int) -> tuple[NumberedImages, NDArray[np.int64], NDArray[np
 def test_class_results_and_confusions_equal_those_of_a_simple_loop(seed: int) -> None:
     images, predictions, probabilities = drawn_case(seed)
     classes, targets = images.classes, images.targets
-    results = class_results(classes, targets, predictions)
+    results = accuracy.class_results(classes, targets, predictions)
     assert sorted(result.name for result in results) == sorted(classes)
     for name, count, right, mistaken_for, mistaken in results:
         number = classes.index(name)
@@ -175,16 +169,16 @@ def test_class_results_and_confusions_equal_those_of_a_simple_loop(seed: int) ->
     accuracies = [result.right / result.images if result.images else np.inf for result in results]
     assert accuracies == sorted(accuracies)
 
-    found = find_confusions(images, predictions, probabilities)
+    found = accuracy.find_confusions(images, predictions, probabilities)
     assert found["images"] == sum(result.images for result in results)
     assert found["top1"] == 100 * sum(result.right for result in results) / found["images"]
-    worst = [result for result in results if result.right < result.images][:WORST_CLASSES]
+    worst = [result for result in results if result.right < result.images][: accuracy.WORST_CLASSES]
     for row, result in zip(found["worst"], worst, strict=True):
         assert row.items() >= result._asdict().items()
         is_wrong = (predictions != NO_CLASS) & (predictions != targets)
         own = np.flatnonzero(is_wrong & (targets == classes.index(row["name"]))).tolist()
         own.sort(key=lambda index: (-probabilities[index], index))
-        assert [each["index"] for each in row["wrong"]] == own[:WRONG_IMAGES]
+        assert [each["index"] for each in row["wrong"]] == own[: accuracy.WRONG_IMAGES]
         for each in row["wrong"]:
             index = each["index"]
             assert each["taken_for"] == classes[predictions[index]]
@@ -199,7 +193,7 @@ def test_predictions_are_collected_by_image(batch: int) -> None:
     logits = torch.randn(300, 10, generator=random)
     classes = torch.randint(10, (300,), generator=random)
     classes[::50] = NO_CLASS  # damaged
-    scores = ImageScores(torch.device("cpu"))
+    scores = accuracy.ImageScores(torch.device("cpu"))
     for indices in torch.arange(299, -1, -1).split(batch):
         with RefuseSynchronisation():  # the host does not wait for the device
             scores.add(EvalBatch(torch.empty(0), classes[indices], indices.numpy()), logits[indices])
@@ -215,8 +209,8 @@ def test_predictions_are_collected_by_image(batch: int) -> None:
 
 def test_the_better_weights_of_a_step_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = iter([50, 75, 50, 0])
-    counts = EvalCounts(0, 0, 0.0, 2, 0)
-    monkeypatch.setattr(ImageScores, "gather", lambda *_: (counts, None, None))
+    counts = accuracy.EvalCounts(0, 0, 0.0, 2, 0)
+    monkeypatch.setattr(accuracy.ImageScores, "gather", lambda *_: (counts, None, None))
     monkeypatch.setattr(classification, "find_confusions", lambda *_: {"top1": next(scores)})
     with closing(SyntheticRun(bench_config(model="volo_demo", img_size=32, batch_size=2))) as run:
         learner = learner_of(run.context)

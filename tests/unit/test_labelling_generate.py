@@ -1,5 +1,6 @@
 """Generated maps belong to their images by full name, and give training the teacher's distribution."""
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -25,10 +26,11 @@ from horovod_volo.labelling.generate import (
     teacher_images,
     token_logits,
 )
+from horovod_volo.labelling.store_writer import LabelStoreWriter
 from horovod_volo.models.build import build_model
 from horovod_volo.models.pretrained import PretrainedModel
 from horovod_volo.objective.label_map import map_targets
-from horovod_volo.token_labels.source import map_warnings
+from horovod_volo.token_labels.source import classes_warnings, map_warnings
 from horovod_volo.token_labels.store import LabelStore
 
 SIDE, CLASSES, TOP = 64, 10, 3
@@ -118,6 +120,35 @@ def test_each_image_has_its_own_map_in_other_catalogs(folder: Path, tmp_path: Pa
         labels, logits = LabelStore(store, catalog, None), logits_by_name(folder, "centred")
         for index in range(len(catalog)):
             assert distance(*labels.read(index), logits[catalog.name(index)]) < 0.004, catalog.name(index)
+
+
+def test_maps_for_another_order_of_the_classes_are_told(folder: Path, tmp_path: Path) -> None:
+    catalog = catalog_of(folder / "images")
+    labels = LabelStore(generate(folder, tmp_path / "s", "centred"), catalog, None)
+    named = [np.bincount(labels.read(index)[1][0].ravel()).argmax() for index in range(len(catalog))]
+    catalog.targets = np.array(named, np.int32)
+    assert classes_warnings("s", labels, catalog) == []
+    catalog.targets = (catalog.targets + 1) % CLASSES
+    (warning,) = classes_warnings("s", labels, catalog)
+    assert warning.startswith("only 0 of the 64 label maps of s that were tried")
+
+
+def test_images_that_were_repaired_are_labelled_when_the_command_is_resumed(folder, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    image = tmp_path / "images/train" / NAMES[4]
+    content = image.read_bytes()
+    image.write_bytes(b"no image")
+    monkeypatch.setattr(LabelStoreWriter, "finish", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(tmp_path, tmp_path / "s", "centred")
+    monkeypatch.undo()
+    image.write_bytes(content)
+    generate(tmp_path, tmp_path / "s", "centred")  # leaves no image out
+
+
+def test_a_file_of_weights_precedes_those_of_timm() -> None:
+    with pytest.raises(UserError, match="There are no weights at nowhere"):
+        load_teacher(TeacherChoice("resnet10t", "nowhere", pretrained=True), ["a"])
 
 
 def test_extreme_logits_stay_finite_and_keep_their_probabilities() -> None:

@@ -20,15 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.models import onnx_export
 from horovod_volo.models.build import build_model, spec_of
-from horovod_volo.models.onnx_export import (
-    MatrixPool,
-    fold_windows,
-    onnx_difference,
-    place_weights,
-    unfold_windows,
-    write_onnx,
-)
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
 from horovod_volo.models.timm_export import (
     CONFIG,
@@ -77,11 +70,11 @@ def operations(file: Path) -> Counter[str]:
 
 @pytest.mark.parametrize(("kernel", "padding", "stride", "rows", "columns"), GEOMETRIES)
 def test_windows_by_convolutions_equal_unfold_and_fold(kernel, padding, stride, rows, columns) -> None:
-    cells, weights = random(2, 6, rows, columns), place_weights(6, kernel)
-    windows = unfold_windows(cells, weights, padding=padding, stride=stride)
+    cells, weights = random(2, 6, rows, columns), onnx_export.place_weights(6, kernel)
+    windows = onnx_export.unfold_windows(cells, weights, padding=padding, stride=stride)
     expected = F.unfold(cells, kernel, padding=padding, stride=stride)
     torch.testing.assert_close(windows.flatten(2), expected, rtol=0, atol=1e-6)
-    folded = fold_windows(windows, weights, (rows, columns), padding=padding, stride=stride)
+    folded = onnx_export.fold_windows(windows, weights, (rows, columns), padding=padding, stride=stride)
     expected = F.fold(windows.flatten(2), (rows, columns), kernel, padding=padding, stride=stride)
     torch.testing.assert_close(folded, expected, rtol=0, atol=1e-5)
 
@@ -91,7 +84,7 @@ def test_windows_by_convolutions_equal_unfold_and_fold(kernel, padding, stride, 
 )
 def test_pooling_by_matrices_equals_adaptive_pooling(cells: int, height: int, width: int) -> None:
     maps = random(2, 5, height, width)
-    pooled = MatrixPool(cells)(maps)
+    pooled = onnx_export.MatrixPool(cells)(maps)
     torch.testing.assert_close(pooled, F.adaptive_avg_pool2d(maps, cells), rtol=0, atol=1e-6)
 
 
@@ -100,13 +93,13 @@ def test_onnx_gives_the_same_logits_for_any_batch(name: str, side: int, tmp_path
     pytest.importorskip("onnxruntime")
     network = perturbed(small_lvvit()).eval().requires_grad_(False) if name == "lvvit" else built(name, side)
     file = tmp_path / "model.onnx"
-    write_onnx(network, file, image_side=side, batch=0, opset=18)
-    difference = onnx_difference(network, file, [(1, side, side), (3, side, side)])
+    onnx_export.write_onnx(network, file, image_side=side, batch=0, opset=18)
+    difference = onnx_export.onnx_difference(network, file, [(1, side, side), (3, side, side)])
     print(f"{name}: {difference:.1e}, {dict(operations(file))}")
     assert difference <= 1e-4
     assert not REFUSED & set(operations(file))
     other = perturbed(network)  # in target; the comparison must detect it
-    assert onnx_difference(other, file, [(1, side, side)]) > 1e-3
+    assert onnx_export.onnx_difference(other, file, [(1, side, side)]) > 1e-3
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
@@ -114,8 +107,8 @@ def test_a_fixed_batch_and_a_newer_opset(tmp_path: Path) -> None:
     runtime, onnx = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
     file, layers = tmp_path / "model.onnx", (nn.Conv2d(3, 4, 8), nn.ReLU(), nn.Flatten(), nn.Linear(4, 5))
     network = nn.Sequential(*layers).requires_grad_(False)
-    write_onnx(network, file, image_side=8, batch=4, opset=21)
-    assert onnx_difference(network, file, [(4, 8, 8)]) <= 1e-5
+    onnx_export.write_onnx(network, file, image_side=8, batch=4, opset=21)
+    assert onnx_export.onnx_difference(network, file, [(4, 8, 8)]) <= 1e-5
     assert onnx.load(file).opset_import[0].version == 21
     assert runtime.InferenceSession(file).get_inputs()[0].shape == [4, 3, 8, 8]
 
@@ -129,7 +122,7 @@ class DataDependent(nn.Module):
 
 def test_a_network_that_torch_cannot_export_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"torch cannot write DataDependent as ONNX \(.*Drop --onnx\."):
-        write_onnx(DataDependent(), tmp_path / "model.onnx", image_side=8, batch=1, opset=18)
+        onnx_export.write_onnx(DataDependent(), tmp_path / "model.onnx", image_side=8, batch=1, opset=18)
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,13 @@ from torch import Tensor
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.callbacks import parse_steps
-from horovod_volo.monitor.meters import (
-    EXCHANGE,
-    OWN_PART,
-    UPDATE,
-    LossMeter,
-    OwnTime,
-    StepTimer,
-    StragglerFinder,
-)
+from horovod_volo.monitor import meters
 from horovod_volo.monitor.progress import RunLength, ThroughputLine, TrainingProgress
 from horovod_volo.profiler.step_profiler import DATA, describe
 
 CPU = torch.device("cpu")
-EVEN = [OwnTime(0.100), OwnTime(0.104), OwnTime(0.097)]
-SLOW = [OwnTime(0.100), OwnTime(0.151, 0.05), OwnTime(0.097)]
+EVEN = [meters.OwnTime(0.100), meters.OwnTime(0.104), meters.OwnTime(0.097)]
+SLOW = [meters.OwnTime(0.100), meters.OwnTime(0.151, 0.05), meters.OwnTime(0.097)]
 
 
 class FakeClock:
@@ -40,8 +32,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-def meter() -> LossMeter:
-    return LossMeter(("total", "class_loss"), CPU, lambda: 10.0)
+def meter() -> meters.LossMeter:
+    return meters.LossMeter(("total", "class_loss"), CPU, lambda: 10.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -75,7 +67,7 @@ def test_adding_does_not_keep_the_graph_alive() -> None:
 
 def test_timers_count_from_the_reset(clock: FakeClock) -> None:
     data = SimpleNamespace(waited=10.0)
-    losses = LossMeter(("total",), CPU, lambda: data.waited)
+    losses = meters.LossMeter(("total",), CPU, lambda: data.waited)
     clock.now += 4
     data.waited += 1.5
     assert (losses.seconds, losses.data_wait_seconds) == (4.0, 1.5)
@@ -84,7 +76,7 @@ def test_timers_count_from_the_reset(clock: FakeClock) -> None:
 
 
 def test_the_parts_of_a_step_are_measured(clock: FakeClock) -> None:
-    timer, phases = StepTimer(CPU), list[str]()
+    timer, phases = meters.StepTimer(CPU), list[str]()
     timer.on_phase = phases.append
     assert timer.seconds_per_step() == 0.0
     for _ in range(2):
@@ -101,7 +93,7 @@ def test_the_parts_of_a_step_are_measured(clock: FakeClock) -> None:
 
 
 def test_a_straggler_is_named_at_the_second_log_point_and_once() -> None:
-    ranks = StragglerFinder(["red", "green", "blue"])
+    ranks = meters.StragglerFinder(["red", "green", "blue"])
     found = [ranks.find(times) for times in (EVEN, SLOW, SLOW, SLOW, EVEN, SLOW, SLOW)]
     named = ["rank 1 on green" in message if message else None for message in found]
     assert named == [None, None, True, None, None, None, True]
@@ -117,8 +109,8 @@ def test_a_straggler_is_named_at_the_second_log_point_and_once() -> None:
     ],
 )
 def test_noise_is_not_named(log_points: list[list[float]]) -> None:
-    ranks = StragglerFinder(["red", "green", "blue"])
-    assert not any(ranks.find([OwnTime(seconds) for seconds in times]) for times in log_points)
+    ranks = meters.StragglerFinder(["red", "green", "blue"])
+    assert not any(ranks.find([meters.OwnTime(seconds) for seconds in times]) for times in log_points)
 
 
 def test_the_steps_are_read() -> None:
@@ -129,7 +121,7 @@ def test_the_steps_are_read() -> None:
 
 
 def times_of(*seconds: float) -> dict[str, float]:
-    return dict(zip((OWN_PART, DATA, EXCHANGE, UPDATE), seconds, strict=True))
+    return dict(zip((meters.OWN_PART, DATA, meters.EXCHANGE, meters.UPDATE), seconds, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, layer_numbers
 from horovod_volo.models.volo import Volo
-from horovod_volo.optim.build import (
-    OPTIMIZERS,
-    build_optimizer,
-    check_optimizer,
-    parameter_groups,
-    set_lr,
-    state_tensors,
-)
+from horovod_volo.optim import build as optim
 
 timm_optim = pytest.importorskip("timm.optim")
 param_groups_layer_decay = timm_optim.param_groups_layer_decay
@@ -45,11 +38,11 @@ def groups(
     layers = layer_numbers(model) if layer_decay != 1 else {}
     named, exempt = named_parameters(model), exempt_from_decay(model)
     decays = {"weight_decay": DECAY, "layers": layers, "layer_decay": layer_decay}
-    return parameter_groups(named, named, exempt=exempt, matrices=matrices, **decays)
+    return optim.parameter_groups(named, named, exempt=exempt, matrices=matrices, **decays)
 
 
 def build(model: Volo, name: str = "adamw") -> Optimizer:
-    return build_optimizer(name, groups(model), momentum=0.9)
+    return optim.build_optimizer(name, groups(model), momentum=0.9)
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
@@ -77,8 +70,8 @@ def test_weight_decay_and_the_learning_rates_of_layers_are_timms(name: str, laye
     layers = {"lvvit_t": {"pos_embed": 13, "blocks.0.norm1.weight": 12, "norm.weight": 1, "head.weight": 0}}
     for parameter, below in layers.get(name, {}).items():
         assert found[id(model.get_parameter(parameter))][0] == pytest.approx(layer_decay**below)
-    optimizer = build_optimizer("adamw", ours, momentum=0.9)
-    set_lr(optimizer, 0.5)
+    optimizer = optim.build_optimizer("adamw", ours, momentum=0.9)
+    optim.set_lr(optimizer, 0.5)
     assert {group["lr"] / group["lr_scale"] for group in optimizer.param_groups} == {0.5}
 
 
@@ -97,7 +90,7 @@ def test_steps_equal_timms_and_torchs(name: str, model: Volo) -> None:
     start = nn.utils.parameters_to_vector(other.parameters()).clone()
     for step in range(5):
         lr = (step + 1) * {"lamb": 1e-3, "lars": 1.0, "sgd": 1e-3}[name]
-        set_lr(ours, lr)
+        optim.set_lr(ours, lr)
         for group in theirs.param_groups:
             group["lr"] = lr
         set_gradients(model, step)
@@ -115,27 +108,27 @@ def test_betas_and_eps_are_those_of_the_settings(model: Volo, monkeypatch: pytes
     install(monkeypatch, "apex", "apex.optimizers", "amp_C")
     constants: dict[str, Any] = {"betas": (0.8, 0.9), "eps": 1e-3}
     for name in ("adamw", "lamb", "muon", "fusedadam", "fusedlamb"):
-        optimizer = build_optimizer(name, groups(model), momentum=0.9, **constants)
+        optimizer = optim.build_optimizer(name, groups(model), momentum=0.9, **constants)
         group = getattr(optimizer, "_adamw", optimizer).param_groups[0]  # of Muon
         assert {key: group[key] for key in constants} == constants
     for name in ("lars", "sgd"):
         with pytest.raises(UserError, match=f"--opt {name} has no eps. Drop --opt-eps, or use --opt adamw"):
-            check_optimizer(name, sharded=False, eps=1e-3)
+            optim.check_optimizer(name, sharded=False, eps=1e-3)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd", "muon"])
 def test_no_optimizer_adds_state_during_training(name: str, model: Volo) -> None:
     matrices = hidden_matrices(model, ("head", "aux_head")) if name == "muon" else set()
-    optimizer = build_optimizer(name, groups(model, matrices=matrices), momentum=0.9)
-    before, spec = state_tensors(optimizer, named_parameters(model)), OPTIMIZERS.find(name)
+    optimizer = optim.build_optimizer(name, groups(model, matrices=matrices), momentum=0.9)
+    before, spec = optim.state_tensors(optimizer, named_parameters(model)), optim.OPTIMIZERS.find(name)
     assert not any(tensor.any() for tensor in before.values())
     of_matrices = {f"{matrix}/{key}" for matrix in matrices for key in spec.matrix_state_keys}
     others = named_parameters(model).keys() - matrices
     assert before.keys() == of_matrices | {f"{other}/{key}" for other in others for key in spec.state_keys}
-    set_lr(optimizer, 1e-3)
+    optim.set_lr(optimizer, 1e-3)
     set_gradients(model, 0)
     optimizer.step()
-    after = state_tensors(optimizer, named_parameters(model))
+    after = optim.state_tensors(optimizer, named_parameters(model))
     assert after.keys() == before.keys()
     assert all(after[key] is before[key] and before[key].any() for key in after)
 
@@ -147,8 +140,8 @@ def test_zero_weights_or_gradients_give_finite_weights(name: str) -> None:
     with torch.no_grad():
         model.weight.zero_()
     group = {"params": [model.weight], "weight_decay": 0.1, "lr_scale": 1.0}
-    optimizer = build_optimizer(name, [group], momentum=0.9)
-    set_lr(optimizer, 1.0)
+    optimizer = optim.build_optimizer(name, [group], momentum=0.9)
+    optim.set_lr(optimizer, 1.0)
     model.weight.grad = torch.zeros_like(model.weight)
     optimizer.step()
     assert not model.weight.any()
@@ -160,7 +153,7 @@ def test_zero_weights_or_gradients_give_finite_weights(name: str) -> None:
 
 def test_state_keeps_the_strides_of_channels_last_weights(model: Volo) -> None:
     model.to(memory_format=torch.channels_last)
-    tensors = state_tensors(build(model), named_parameters(model))
+    tensors = optim.state_tensors(build(model), named_parameters(model))
     name = "patch_embed.conv.0.weight"
     assert not model.get_parameter(name).is_contiguous()
     assert tensors[f"{name}/exp_avg"].stride() == model.get_parameter(name).stride()
@@ -199,7 +192,7 @@ def build_fused(name: str) -> tuple[FakeFusedOptimizer, nn.Linear]:
         {"params": [model.weight], "weight_decay": 0.1, "lr_scale": 1.0},
         {"params": [model.bias], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
-    optimizer = build_optimizer(name, groups, momentum=0.9)
+    optimizer = optim.build_optimizer(name, groups, momentum=0.9)
     assert isinstance(optimizer, FakeFusedOptimizer)
     return optimizer, model
 
@@ -210,7 +203,7 @@ def test_gradients_are_not_freed_and_steps_are_in_the_state(name, monkeypatch):
     optimizer, model = build_fused(name)
     assert optimizer.settings["set_grad_none"] is False
     assert optimizer.settings.get("max_grad_norm", float("inf")) == float("inf")
-    tensors = state_tensors(optimizer, named_parameters(model))
+    tensors = optim.state_tensors(optimizer, named_parameters(model))
     moments = {f"{key}/{moment}" for key in ("weight", "bias") for moment in ("exp_avg", "exp_avg_sq")}
     assert set(tensors) == {"group.0/step", "group.1/step"} | moments
     optimizer.step()

@@ -18,15 +18,7 @@ from numpy.typing import NDArray
 from horovod_volo.core.atomic_file import atomic_write, make_folder
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.core.names import Registry
-from horovod_volo.data.images.catalog_file import (
-    AS_FILE,
-    STATE_BYTES,
-    CatalogEntry,
-    CatalogFile,
-    CatalogWriter,
-    OpenFile,
-    open_file,
-)
+from horovod_volo.data.images import catalog_file
 from horovod_volo.data.images.split_folder import (
     Format,
     HeldOut,
@@ -46,9 +38,9 @@ SHARDS_OPEN = 64
 class Catalog:
     """The images of one split, in a fixed order."""
 
-    def __init__(self, file: OpenFile, path: Path | None) -> None:
+    def __init__(self, file: catalog_file.OpenFile, path: Path | None) -> None:
         """Raise ValueError if the file is not a catalog, or damaged."""
-        self._file = CatalogFile(file)
+        self._file = catalog_file.CatalogFile(file)
         metadata = self._file.metadata
         self.path = path  # None: in memory only
         self.classes = tuple(metadata["classes"])
@@ -59,7 +51,7 @@ class Catalog:
         self._shards = [Path(self.source) / shard for shard in metadata["shards"]]
         self.in_shards = bool(self._shards)  # else in class folders
         # A file is closed with its last reference, so none is closed while another thread reads it.
-        self._open_shard = lru_cache(SHARDS_OPEN)(open_file)
+        self._open_shard = lru_cache(SHARDS_OPEN)(catalog_file.open_file)
 
     def __len__(self) -> int:
         return self._file.images
@@ -72,7 +64,7 @@ class Catalog:
     def location(self, index: int) -> str:
         """Return the file of an image, or its shard and bytes, for messages."""
         entry = self._file.entry(index)
-        if entry.form == AS_FILE:
+        if entry.form == catalog_file.AS_FILE:
             return str(Path(self.source) / self.name(index))
         last = entry.offset + entry.length - 1
         return f"{self._shard_name(entry.shard)}, bytes {entry.offset} to {last} ({self.name(index)})"
@@ -106,7 +98,7 @@ class Catalog:
 
     def _encoded(self, index: int) -> bytes:
         entry = self._file.entry(index)
-        if entry.form == AS_FILE:
+        if entry.form == catalog_file.AS_FILE:
             # A string, because Path interns every name in the interpreter's table.
             with open(f"{self.source}/{self.name(index)}", "rb", buffering=0) as file:  # noqa: PTH123
                 return file.read()
@@ -121,7 +113,7 @@ class Catalog:
     def _shard_name(self, shard: int) -> str:
         return str(self._shards[shard])
 
-    def _range_of_shard(self, entry: CatalogEntry) -> bytes:
+    def _range_of_shard(self, entry: catalog_file.CatalogEntry) -> bytes:
         return self._open_shard(self._shards[entry.shard]).read(entry.offset, entry.length)
 
 
@@ -190,14 +182,14 @@ def list_split(images: SplitFolder, path: Path | None) -> Catalog:
     return Catalog(keep_list(lambda file: list_images(images, file.fileno()), path), path)
 
 
-def keep_list(write: Callable[[BinaryIO], object], path: Path | None) -> OpenFile:
+def keep_list(write: Callable[[BinaryIO], object], path: Path | None) -> catalog_file.OpenFile:
     """Open a list that `write` writes into a file, or into memory without a path."""
     if path is not None:
         make_folder(path.parent)
         with atomic_write(path) as file:
             write(file)
-        return open_file(path)
-    memory = OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
+        return catalog_file.open_file(path)
+    memory = catalog_file.OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
     with os.fdopen(memory.descriptor, "wb", closefd=False) as file:
         write(file)
     return memory
@@ -205,25 +197,27 @@ def keep_list(write: Callable[[BinaryIO], object], path: Path | None) -> OpenFil
 
 def _open_if_valid(path: Path) -> Catalog | None:
     try:
-        return Catalog(open_file(path), path)
+        return Catalog(catalog_file.open_file(path), path)
     except (OSError, ValueError):
         return None
 
 
 # The class names, the class number of each label that the writer was given, and the names of the shards.
 Listed = tuple[tuple[str, ...], Sequence[int], tuple[str, ...]]
-LISTERS: Registry[Callable[[SplitFolder, CatalogWriter], Listed]] = Registry("format of images", "DATA_DIR")
+LISTERS: Registry[Callable[[SplitFolder, catalog_file.CatalogWriter], Listed]] = Registry(
+    "format of images", "DATA_DIR"
+)
 
 
 def list_images(images: SplitFolder, descriptor: int, sizes: Sequence[int] = ()) -> None:
     """Write the catalog of a split into an open, empty file; with `sizes` of its shards, to be published."""
-    writer = CatalogWriter(descriptor)
+    writer = catalog_file.CatalogWriter(descriptor)
     classes, numbers, shards = LISTERS.find(images.format)(images, writer)
-    source, state = ("", "00" * STATE_BYTES) if sizes else (str(images.root), images.state)
+    source, state = ("", "00" * catalog_file.STATE_BYTES) if sizes else (str(images.root), images.state)
     writer.finish(classes, numbers, shards, source, state, sizes)
 
 
-def _list_folders(images: SplitFolder, writer: CatalogWriter) -> Listed:
+def _list_folders(images: SplitFolder, writer: catalog_file.CatalogWriter) -> Listed:
     """Add the images of all classes in order, each class sorted by name; of a part, those that it has."""
     empty, lost, count = [], list[str](), 0
     for number, name in enumerate(images.parts):

@@ -192,7 +192,7 @@ def _held_out_folder(data: Path, chosen: str) -> Path | None:
         check_links(data, [name] if name in lost else [], len(folders) + len(files))
         folder = (data / name).absolute()
         # A folder `test` often holds images without classes.
-        if folder.is_dir() and (chosen or name != "test" or visible(folder)[0]):
+        if folder.is_dir() and (chosen or name != "test" or not any(map(is_image, visible(folder)[1]))):
             return folder
     return None
 

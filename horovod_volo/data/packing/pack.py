@@ -14,16 +14,8 @@ from PIL import Image
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, Format, Split
+from horovod_volo.data.packing import packed_split
 from horovod_volo.data.packing.manifest import publish_catalog
-from horovod_volo.data.packing.packed_split import (
-    WORK,
-    Progress,
-    ReadSample,
-    Sample,
-    SplitContent,
-    check_packed,
-    pack_split,
-)
 from horovod_volo.data.packing.records import open_records
 from horovod_volo.data.reading import IMAGE_ENDINGS, START_BYTES, UNDECODABLE, ending_of, open_image, to_rgb
 from horovod_volo.data.sampler import packing_order
@@ -49,15 +41,15 @@ def pack(
     options: PackOptions,
     *,
     workers: int,
-    progress: Callable[[Split], Progress],
+    progress: Callable[[Split], packed_split.Progress],
     records: Format | None = None,
 ) -> list[str]:
     """Pack both splits, or resume; return one message for each image that was left out.
 
     With `records` the images are in shards of this format, which are converted.
     """
-    check_packed(out)
-    work = out / WORK
+    packed_split.check_packed(out)
+    work = out / packed_split.WORK
     catalogs = {split: build_catalog(str(data_dir), split, work, records=records) for split in FOLDER_NAMES}
     check_same_classes(catalogs["train"], catalogs["val"])
     left_out = []
@@ -65,7 +57,7 @@ def pack(
         assert catalog.path is not None  # it was listed into a folder
         images, source = len(catalog), str(data_dir.resolve())
         shuffled = packing_order(options.seed, images) if options.shuffle else None
-        content = SplitContent(
+        content = packed_split.SplitContent(
             classes=catalog.classes,
             order=np.arange(images, dtype=np.uint32) if shuffled is None else shuffled,
             shard_images=options.shard_images,
@@ -73,19 +65,21 @@ def pack(
             provenance=asdict(options) | {"catalog": catalog.digest, "images": images, "source": source},
             open=partial(_open_images, catalog.path, catalog.digest, options, records),
         )
-        left_out += pack_split(content, out, split, workers=workers, progress=progress(split))
+        left_out += packed_split.pack_split(content, out, split, workers=workers, progress=progress(split))
         catalog.close()
         publish_catalog(str(out), split)
-    shutil.rmtree(work)
+    shutil.rmtree(work, ignore_errors=True)  # NFS keeps the names of open files
     return left_out
 
 
-def _open_images(path: Path, digest: str, options: PackOptions, records: Format | None) -> ReadSample:
+def _open_images(
+    path: Path, digest: str, options: PackOptions, records: Format | None
+) -> packed_split.ReadSample:
     catalog = open_records(path, digest, records) if records else open_catalog(path, digest)
     return partial(_read_image, catalog, options)
 
 
-def _read_image(catalog: Catalog, options: PackOptions, index: int) -> Sample:
+def _read_image(catalog: Catalog, options: PackOptions, index: int) -> packed_split.Sample:
     encoded = catalog.read(index).tobytes()
     try:
         name, image = _packed_image(catalog.name(index), encoded, options)

@@ -10,6 +10,7 @@ record are finished.
 import hashlib
 import json
 import os
+import shutil
 import tarfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -133,9 +134,13 @@ def pack_split(
         manifest = read_manifest(out / split)
         _check_asked(manifest.asked, content, out / split)
         return manifest.left_out
-    folder = out / f"{split}{WORK}"
+    folder, plan = out / f"{split}{WORK}", out / WORK / f"{split}.plan.json"
+    if not plan.exists():  # shards without their plan may hold other images
+        for record in plan.parent.glob(f"{split}-*.json"):
+            record.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
-    per_shard = _images_per_shard(out / WORK / f"{split}.plan.json", content)
+    per_shard = _images_per_shard(plan, content)
     tasks = [
         _ShardTask(
             open=content.open,
@@ -217,7 +222,7 @@ def _read_finished(task: _ShardTask) -> PackedShard | None:
         return None
     shard = parse_shard(json.loads(task.record.read_text()))
     complete = task.shard.exists() and task.shard.stat().st_size == shard.bytes
-    return shard if complete else None
+    return shard if complete and not shard.left_out else None  # those may be readable by now
 
 
 def _images_per_shard(plan: Path, content: SplitContent) -> int:
@@ -228,7 +233,7 @@ def _images_per_shard(plan: Path, content: SplitContent) -> int:
     planned = json.loads(plan.read_text())
     # An earlier version shuffled in another order.
     in_order = planned.get("order") == _ORDER or not content.provenance.get("shuffle")
-    _check_asked(planned["asked"] if in_order else {}, content, plan)
+    _check_asked(planned["asked"] if in_order else {}, content, plan.parents[1])
     return int(planned["images"])
 
 
