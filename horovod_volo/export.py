@@ -82,8 +82,8 @@ def export(options: argparse.Namespace) -> None:
     load_plugins(options.plugin)
     if options.onnx:
         onnx_export.check_packages()
-    source = Path(options.source).resolve()
-    if options.folder.resolve() in (source, source.parent):
+    source = Path(options.source)
+    if source.exists() and options.folder.resolve() in (source.resolve(), source.resolve().parent):
         raise UserError(f"{options.folder} holds the weights to export. Name another folder.")
     timm_export.check_folder(options.folder, replace=options.force)
     task = task_of(options.source)

@@ -67,9 +67,8 @@ def _predict(options: argparse.Namespace) -> int:
     from horovod_volo.evaluation.predictions import load_network, predict, write_contact_sheet
     from horovod_volo.plugins import load_plugins
 
-    for stream in (sys.stdin, sys.stdout):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="surrogateescape")  # names of files are bytes
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files are bytes
     load_plugins(options.plugin)
     bad = list[str]()
     files = _files(options.images, bad)
@@ -89,7 +88,7 @@ def _predict(options: argparse.Namespace) -> int:
             for rank, (name, share) in enumerate(classes, start=1):
                 write_row([files[number], rank, name, f"{share:.6f}"])
     if options.format == "json":
-        print(json.dumps([_record(*each) for each in predictions], indent=2, ensure_ascii=False))
+        print(json.dumps([_record(*each) for each in predictions], indent=2))
     if options.html:
         write_contact_sheet(Path(options.html), options.weights, predictions)
     list_problems([f"left out: {text}" for text in bad])
@@ -106,7 +105,7 @@ def _files(given: Sequence[str], bad: list[str]) -> list[Path]:
     from horovod_volo.data.images.split_folder import is_image, paths_below
     from horovod_volo.data.reading import IMAGE_ENDINGS
 
-    lines = sys.stdin.read().splitlines() if _STDIN in given else []
+    lines = os.fsdecode(sys.stdin.buffer.read()).splitlines() if _STDIN in given else []
     files = list[Path]()
     for name in [each for each in (*given, *lines) if each and each != _STDIN]:
         path = Path(name)

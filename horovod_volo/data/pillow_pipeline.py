@@ -18,13 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from horovod_volo.data.image_decoder import (
-    BATCHES_DECODED_AHEAD,
-    DECODERS,
-    Input,
-    Normalization,
-    Source,
-)
+from horovod_volo.data import image_decoder
 from horovod_volo.data.reading import UNDECODABLE, decoded_rgb
 
 name = "pillow"
@@ -37,7 +31,7 @@ class PillowPipeline:
 
     def __init__(
         self,
-        source: Source,
+        source: image_decoder.Source,
         decode: Callable[..., Tensor],
         collect: Callable[[list[Tensor]], Batch],
         threads: int,
@@ -51,7 +45,7 @@ class PillowPipeline:
 
     def run(self, stream: Any = None) -> tuple[Batch]:  # noqa: ARG002
         """Return the next batch; raise StopIteration after the last, RuntimeError if it is undecodable."""
-        while not self._ended and len(self._decoding) <= BATCHES_DECODED_AHEAD:
+        while not self._ended and len(self._decoding) <= image_decoder.BATCHES_DECODED_AHEAD:
             try:
                 inputs = self._source()
             except StopIteration:
@@ -76,7 +70,7 @@ class PillowPipeline:
 
 # These have the arguments of image_decoder.py, of which DALI alone needs some.
 def build_train_pipeline(
-    source: Source, *, device: torch.device, threads: int, resize: bool, **_: Any
+    source: image_decoder.Source, *, device: torch.device, threads: int, resize: bool, **_: Any
 ) -> PillowPipeline:
     """Build the pipeline that decodes and crops training images."""
     if resize:
@@ -84,18 +78,20 @@ def build_train_pipeline(
     return PillowPipeline(source, _crop, partial(_on_device, device), threads)
 
 
-def build_scene_pipeline(source: Source, *, device: torch.device, threads: int, **_: Any) -> PillowPipeline:
+def build_scene_pipeline(
+    source: image_decoder.Source, *, device: torch.device, threads: int, **_: Any
+) -> PillowPipeline:
     """Build the pipeline that decodes images and resamples a window of each."""
     return PillowPipeline(source, _window, partial(_on_device, device), threads)
 
 
 def build_eval_pipeline(
-    source: Source,
+    source: image_decoder.Source,
     *,
     image_size: int,
     device: torch.device,
     threads: int,
-    normalization: Normalization,
+    normalization: image_decoder.Normalization,
     interpolation: str,
     **_: Any,
 ) -> PillowPipeline:
@@ -111,7 +107,7 @@ def build_eval_pipeline(
     return PillowPipeline(source, decode, collect, threads)
 
 
-def undecodable(images: Input) -> list[int]:
+def undecodable(images: image_decoder.Input) -> list[int]:
     """Return the positions of the encoded images that Pillow cannot decode."""
     positions = []
     for position, image in enumerate(images):
@@ -161,4 +157,4 @@ def _on_device(device: torch.device, images: list[Tensor]) -> list[Tensor]:
     return [image.to(device) for image in images]
 
 
-DECODERS.register("pillow", sys.modules[__name__])
+image_decoder.DECODERS.register("pillow", sys.modules[__name__])

@@ -176,9 +176,7 @@ def generate_labels(
 
     teacher = world.run_on_all_ranks(load)
     if len(names := sorted(set(world.allgather_object(teacher.name)))) > 1:
-        raise AllRanksError(
-            f"the ranks have different teachers: {'; '.join(names)}. Give all the same weights."
-        )
+        raise AllRanksError(f"the teachers of the ranks differ: {'; '.join(names)}. Give all the same.")
     teacher.network.to(resources.device)
 
     def open_store() -> LabelStoreWriter:

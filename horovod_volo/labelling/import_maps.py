@@ -11,13 +11,7 @@ from horovod_volo.core.atomic_file import remove_partials
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.process_pool import run_in_processes
-from horovod_volo.labelling.store_writer import (
-    SHARD_ROWS,
-    LabelStoreWriter,
-    ShardRecord,
-    check_new_store,
-    open_writer,
-)
+from horovod_volo.labelling import store_writer
 from horovod_volo.token_labels import published_maps
 from horovod_volo.token_labels.geometry import MapGeometry, assumption_warning
 from horovod_volo.token_labels.keys import catalog_keys
@@ -35,7 +29,7 @@ def import_labels(
     fail_on_bad_samples: bool,
     progress: Progress,
     warn: Callable[[str], None],
-    shard_rows: int = SHARD_ROWS,
+    shard_rows: int = store_writer.SHARD_ROWS,
     geometry: MapGeometry | None = None,
 ) -> tuple[int, list[str]]:
     """Pack the maps in `source` into the store `folder`; return their number and the problems found.
@@ -44,14 +38,14 @@ def import_labels(
     unfinished, to be resumed. `geometry` None means as recorded in `source`; without a record it is assumed,
     and `warn` is called.
     """
-    check_new_store(folder)
+    store_writer.check_new_store(folder)
     keys, classes = catalog_keys(catalog), len(catalog.classes)
     probed = (source / f"{key}.pt" for key in keys[:: max(1, len(keys) // published_maps.MAPS_PROBED)])
     map_shape = published_maps.probe_map_shape(probed, classes)
     geometry, assumed = (geometry, False) if geometry else published_maps.read_geometry(source, map_shape)
     if assumed:
         warn(assumption_warning(folder, geometry))
-    writer = open_writer(
+    writer = store_writer.open_writer(
         folder,
         keys,
         classes=classes,
@@ -72,16 +66,16 @@ def import_labels(
 
 
 def _import_shards(
-    writer: LabelStoreWriter,
+    writer: store_writer.LabelStoreWriter,
     source: Path,
     keys: Sequence[str],
     workers: int,
-    records: dict[int, ShardRecord],
+    records: dict[int, store_writer.ShardRecord],
     progress: Progress,
 ) -> None:
     """Write the shards that have no record, and add theirs."""
 
-    def add(found: Mapping[int, ShardRecord]) -> None:
+    def add(found: Mapping[int, store_writer.ShardRecord]) -> None:
         records.update(found)
         progress(sum(record.shard.rows for record in records.values()), len(keys))
 
@@ -99,7 +93,9 @@ def _import_shards(
         remove_partials(writer.folder)  # of workers that were killed
 
 
-def import_shard(writer: LabelStoreWriter, number: int, source: Path, keys: Sequence[str]) -> ShardRecord:
+def import_shard(
+    writer: store_writer.LabelStoreWriter, number: int, source: Path, keys: Sequence[str]
+) -> store_writer.ShardRecord:
     """Read the maps of one shard and write it."""
     scores, ids = writer.empty_shard(number)
     expected, problems = (writer.metadata.classes, writer.metadata.map_shape), list[str]()

@@ -7,6 +7,7 @@ they travel with the weights. Statistics are the model's own, unless the setting
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,14 +72,13 @@ def read_statistics(source: str) -> PixelStatistics | None:
 
 def read_evaluation(source: str) -> Mapping[str, Any]:
     """Return the crop and statistics in the header of the weights at `source`, else in timm's config.json."""
-    header = read_header(source)
-    try:
-        if _MEAN in header:
-            return header | {key: json.loads(header[key]) for key in (_MEAN, _STD)}
+    found, header = dict[str, Any](), read_header(source)
+    with suppress(UserError, OSError, ValueError, KeyError, TypeError, RecursionError):
         config = weights_file(Path(source)).with_name("config.json").read_bytes()
-        return dict(json.loads(config)["pretrained_cfg"])
-    except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
+        found |= json.loads(config)["pretrained_cfg"]
+    with suppress(ValueError, KeyError):
+        found |= header | {key: json.loads(header[key]) for key in (_MEAN, _STD)}
+    return found
 
 
 def finetune_warnings(source: str, settings: Data, model: str) -> list[str]:

@@ -73,17 +73,17 @@ def map_warnings(folder: str, source: LabelSource) -> list[str]:
 
 def classes_warnings(folder: str, source: LabelSource, catalog: NamedImages) -> list[str]:
     """Warn if maps rarely name their images' classes: they may have been made for another order of these."""
-    agreeing = tried = 0
-    for index in np.linspace(0, len(catalog) - 1, _MAPS_TRIED).astype(np.int64).tolist():
+    agreed = list[bool]()
+    for index in np.unique(np.linspace(0, len(catalog) - 1, _MAPS_TRIED).astype(np.int64)).tolist():
         with suppress(BadSampleError):
-            _, ids = source.read(index)
-            tried, most_frequent = tried + 1, np.bincount(ids[0].ravel()).argmax()
-            agreeing += int(most_frequent == catalog.targets[index])
-    if 2 * agreeing >= tried:
+            scores, ids = source.read(index)
+            best = np.take_along_axis(ids, scores.argmax(axis=0)[None], axis=0)  # (1, height, width)
+            agreed.append(bool(np.bincount(best.ravel()).argmax() == catalog.targets[index]))
+    if 2 * sum(agreed) >= len(agreed):
         return []
     return [
-        f"only {agreeing} of the {tried} label maps of {folder} that were tried name their image's class in "
-        "most cells: the teacher may have had the classes in another order, or is not good"
+        f"only {sum(agreed)} of the {len(agreed)} label maps of {folder} that were tried name their image's "
+        "class in most cells: the teacher may have had the classes in another order, or is not good"
     ]
 
 

@@ -80,7 +80,8 @@ def test_a_killed_command_is_resumed(folder, by_one):
     out = folder / "killed"
     with pytest.raises(AssertionError, match="rank"):  # of the launch
         on_ranks(out, partial(generate, folder=folder, out=out, killed_at=6))
-    written = {file: file.stat().st_mtime_ns for file in (out / "store").glob("maps-*.safetensors")}
+    # The shard of the damaged image, maps-00002, is written again: the image may have been repaired.
+    written = {file: file.stat().st_mtime_ns for file in (out / "store").glob("maps-0000[!2].safetensors")}
     assert written
     assert not (out / "store" / "store.json").exists()
     found = alone(partial(generate, folder=folder, out=out))

@@ -145,8 +145,7 @@ def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
 
 def test_variables_of_a_rank_without_gpu_and_nic() -> None:
     assert pinning.launch_env_vars(binding())["HOROVOD_CYCLE_TIME"] == "10"
-    # Without HOROVOD_CYCLE_TIME:
-    changing = pinning.launch_env_vars(binding(), is_alone=True, ranks_change=True)
+    changing = pinning.launch_env_vars(binding(), is_alone=True, ranks_change=True)  # no HOROVOD_CYCLE_TIME
     assert changing == ALWAYS | {"OMP_WAIT_POLICY": "PASSIVE", "HOROVOD_FUSION_THRESHOLD": "0"}
     assert pinning.launch_env_vars(binding(), is_alone=True, autotunes=True) == ALWAYS
 

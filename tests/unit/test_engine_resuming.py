@@ -120,10 +120,11 @@ def test_mean_std_and_crop_travel_with_the_weights(start: Start, tmp_path: Path)
     shutil.copy(weights, alone)
     copied = load_pretrained(str(alone), **model, std=own["std"])
     assert (copied.mean, copied.crop_mode, copied.crop_pct) == (own["mean"], "center", 0.5)
-    save_file(load_file(alone), alone)  # without a header, beside timm's config.json
+    (of_timm := tmp_path / "of_timm").mkdir()
+    save_file(load_file(alone), of_timm / "model.safetensors")  # without a header
     timms = {"mean": [0.1] * 3, "std": [0.2] * 3, "crop_mode": "squash", "crop_pct": 0.7}
-    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": timms}))
-    hub = load_pretrained(str(alone), **model)
+    (of_timm / "config.json").write_text(json.dumps({"pretrained_cfg": timms}))
+    hub = load_pretrained(str(of_timm), **model)
     assert (hub.mean, hub.std, hub.crop_mode, hub.crop_pct) == ((0.1,) * 3, (0.2,) * 3, "squash", 0.7)
     with pytest.raises(UserError, match=r"was trained with --mean 0\.5 0\.4 0\.3 --std"):
         load_pretrained(str(context.folder), **model, mean=(0.5, 0.5, 0.5))

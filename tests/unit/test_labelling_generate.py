@@ -130,19 +130,18 @@ def test_maps_for_another_order_of_the_classes_are_told(folder: Path, tmp_path: 
     assert classes_warnings("s", labels, catalog) == []
     catalog.targets = (catalog.targets + 1) % CLASSES
     (warning,) = classes_warnings("s", labels, catalog)
-    assert warning.startswith("only 0 of the 64 label maps of s that were tried")
+    assert warning.startswith("only 0 of the 30 label maps of s that were tried")
 
 
 def test_images_that_were_repaired_are_labelled_when_the_command_is_resumed(folder, tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     image = tmp_path / "images/train" / NAMES[4]
-    content = image.read_bytes()
     image.write_bytes(b"no image")
     monkeypatch.setattr(LabelStoreWriter, "finish", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate(tmp_path, tmp_path / "s", "centred")
     monkeypatch.undo()
-    image.write_bytes(content)
+    shutil.copy(folder / "images/train" / NAMES[4], image)
     generate(tmp_path, tmp_path / "s", "centred")  # leaves no image out
 
 

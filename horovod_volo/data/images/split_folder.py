@@ -192,7 +192,7 @@ def _held_out_folder(data: Path, chosen: str) -> Path | None:
         check_links(data, [name] if name in lost else [], len(folders) + len(files))
         folder = (data / name).absolute()
         # A folder `test` often holds images without classes.
-        if folder.is_dir() and (chosen or name != "test" or not any(map(is_image, visible(folder)[1]))):
+        if folder.is_dir() and (chosen or name != "test" or _has_classes_or_shards(folder)):
             return folder
     return None
 
@@ -200,6 +200,11 @@ def _held_out_folder(data: Path, chosen: str) -> Path | None:
 def _holds_classes(folder: Path) -> bool:
     """Return whether two folders or more have images directly inside."""
     return sum(any(map(is_image, visible(folder / name)[1])) for name in visible(folder)[0]) > 1
+
+
+def _has_classes_or_shards(folder: Path) -> bool:
+    folders, files, _ = visible(folder)
+    return bool(folders) or any(shard.fullmatch(name) for shard in _SHARD_NAMES.values() for name in files)
 
 
 def is_image(name: str) -> bool:

@@ -200,6 +200,7 @@ def _pack_shard(task: _ShardTask) -> PackedShard:
             else:
                 writer.add(*sample)
         sha256 = writer.finish()
+    index_beside(task.shard).unlink(missing_ok=True)  # of a shard that left images out
     lines = writer.index()
     if lines is not None:
         with atomic_write(index_beside(task.shard)) as file:
