@@ -43,8 +43,8 @@ class Classification:
 
     def complete(self, config: Config) -> Config:
         config = open_settings.fit_to_model(config)
-        build.check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
         if not config.chooses_model:
+            build.check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
             check_first_size(config.model, build.spec_of(config.model.model).stride)
         if config.model.sync_bn == "heads":
             raise UserError("--sync-bn heads is for segmentation and detection. Use --sync-bn all, or none.")

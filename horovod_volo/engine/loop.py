@@ -50,7 +50,7 @@ def train_epochs(context: TrainContext) -> bool:
                 context.logger.write_file(name, content)
             saving.save_evaluation(context, metrics)  # last: a run that is killed before evaluates again
             context.callbacks.evaluated(context, metrics)
-        if context.state.step == context.derived.total_steps or saving.stops_early(context):
+        if context.state.step >= context.derived.total_steps or saving.stops_early(context):
             saving.finish_checkpoint(context)
             return True
         if evaluated and context.world.sum_over_ranks(context.stop.received) != [0]:  # of any rank

@@ -58,8 +58,9 @@ def refuse_long_run(config: Config, cost: ModelCost, ranks: int, cores: int, ima
     """Raise UserError if a run is too long for so many cores per rank; one of unknown cost is not."""
     derived = derive(config, ranks=ranks, images=images)
     step = PASSES * cost.forward_flops * derived.images_per_rank / (_FLOPS_OF_CORE * cores)
-    hours = step / 3600 * min(derived.total_steps, config.run.stop_at_step or derived.total_steps)
-    if (hours and step > _LONGEST_STEP_SECONDS) or hours > _LONGEST_RUN_HOURS:
+    fit = config.model.fit_head * cost.forward_flops * images / ranks / (_FLOPS_OF_CORE * cores)
+    hours = (fit + step * min(derived.total_steps, config.run.stop_at_step or derived.total_steps)) / 3600
+    if (derived.total_steps and step > _LONGEST_STEP_SECONDS) or hours > _LONGEST_RUN_HOURS:
         raise UserError(
             f"This run is for GPUs, but {why_no_gpu()} On the CPU it would take {hours:,.0f} hours, "
             f"{step:,.1f} s per step: each rank has {counted(cores, 'core')}, with an assumed "

@@ -82,7 +82,7 @@ def choose_settings(
     chosen["batch_size"] = batch
     if "epochs" in config.explicit:
         del chosen["epochs"], chosen["warmup_epochs"]
-    if config.explicit & {"mixup", "cutmix"}:
+    if config.objective.mixup or config.objective.cutmix:
         chosen |= {"mix_token": False, "token_label": False}
     own_rates = _RATES if config.explicit & {"lr", "lr_base", "lr_base_size"} else set()
     chosen = {name: value for name, value in chosen.items() if name not in config.explicit | own_rates}

@@ -153,7 +153,7 @@ def linear_head(network: nn.Module, heads: Collection[str]) -> nn.Linear:
         return found[0]
     raise UserError(
         "--fit-head is for networks with one linear classifier, and for class labels. Add --no-token-label, "
-        "use another --model, or drop --fit-head."
+        "use another --model, or --no-fit-head."
     )
 
 
@@ -214,9 +214,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     """Return the layer number of each parameter, from the stem up to the heads, as timm counts."""
     match = getattr(model, "group_matcher", None)
     if not callable(match):
-        raise UserError(
-            f"{type(model).__name__} has no group_matcher to number its layers. Drop --layer-decay."
-        )
+        raise UserError(f"{type(model).__name__} has no group_matcher to number layers. Add --layer-decay 1.")
     numbers: dict[str, int] = timm_api.group_parameters(model, match(coarse=False), reverse=True)
     return numbers
 

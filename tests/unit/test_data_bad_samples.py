@@ -5,19 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import coded_images as coded
 import numpy as np
 import pytest
 import torch
-from coded_images import (
-    PLAIN,
-    encoded,
-    eval_loader,
-    evaluated_images,
-    smooth,
-    train_loader,
-    unnormalised,
-    write_images,
-)
 from PIL import EpsImagePlugin, Image
 from published_augment import timm_pixels
 
@@ -41,8 +32,8 @@ REPLACED = sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder of images, each with a label map."""
-    images = {f"train/a/{n:02d}.jpg": smooth(60 + n, 90 - 2 * n, seed=n) for n in range(IMAGES)}
-    folder = write_images(tmp_path / "images", images)
+    images = {f"train/a/{n:02d}.jpg": coded.smooth(60 + n, 90 - 2 * n, seed=n) for n in range(IMAGES)}
+    folder = coded.write_images(tmp_path / "images", images)
     (folder / "maps" / "a").mkdir(parents=True)
     for name in images:
         torch.save(torch.zeros(2, 1, 3, 3), label_map_of(folder / name))
@@ -52,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 def open_loader(folder: Path, **settings: object) -> TrainLoader:
     catalog = build_catalog(str(folder), "train", None)
     labels = open_labels(str(folder / "maps"), catalog, None)
-    return train_loader(catalog, Data(batch_size=4, **(PLAIN | settings)), labels)  # type: ignore[arg-type]
+    return coded.train_loader(catalog, Data(batch_size=4, **(coded.PLAIN | settings)), labels)  # type: ignore[arg-type]
 
 
 def with_large_sides(jpeg: bytes) -> bytes:
@@ -61,7 +52,7 @@ def with_large_sides(jpeg: bytes) -> bytes:
 
 
 def tiff_with_floats_as_offsets() -> bytes:
-    content, offsets = encoded(smooth(60, 90, seed=0), "TIFF"), struct.pack("<HHI", 273, 4, 1)
+    content, offsets = coded.encoded(coded.smooth(60, 90, seed=0), "TIFF"), struct.pack("<HHI", 273, 4, 1)
     assert content.count(offsets) == 1  # tag, type and number of the strips' offsets
     return content.replace(offsets, struct.pack("<HHI", 273, 11, 1))
 
@@ -78,7 +69,7 @@ def delete_label_map(file: Path, whole: bytes) -> None:
 def png_with_damaged_pixels() -> bytes:
     """Return an image whose header and end are intact, so that only the decoder finds the damage."""
     pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-    png = encoded(Image.fromarray(pixels), "PNG")
+    png = coded.encoded(Image.fromarray(pixels), "PNG")
     return png[:200] + bytes(4800) + png[5000:]
 
 
@@ -98,7 +89,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, bytes], object], str]] = {
     "large": (lambda file, _: Image.new("1", (13_000, 13_000)).save(file, "PNG"), TOO_LARGE),
     "TIFF": (lambda file, _: file.write_bytes(tiff_with_floats_as_offsets()), "cannot be decoded: "),
     "PNG": (lambda file, _: file.write_bytes(png_with_damaged_pixels()), "cannot be decoded"),
-    "PostScript": (lambda file, _: smooth(60, 90, seed=0).save(file, "EPS"), UNKNOWN),
+    "PostScript": (lambda file, _: coded.smooth(60, 90, seed=0).save(file, "EPS"), UNKNOWN),
     "without a label map": (delete_label_map, "there is no label map"),
 }
 
@@ -159,14 +150,14 @@ def test_the_images_of_a_lost_shard_have_different_replacements() -> None:
 def test_no_program_is_started_to_read_an_image(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow gives PostScript to Ghostscript, whatever the file is called."""
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("started"))
-    smooth(60, 90, seed=0).save(folder / FILE, "EPS")
+    coded.smooth(60, 90, seed=0).save(folder / FILE, "EPS")
     with pytest.raises(BadSampleError, match=r"05\.jpg cannot be decoded: it is not an image of a known"):
         decode_rgb(build_catalog(str(folder), "train", None), DAMAGED)
 
 
 def unusual_images() -> dict[str, tuple[Image.Image, dict[str, Any]]]:
     """Return images and options of saving them."""
-    colours, exif = smooth(70, 50, seed=3), Image.Exif()
+    colours, exif = coded.smooth(70, 50, seed=3), Image.Exif()
     alpha = colours.copy()
     alpha.putalpha(Image.linear_gradient("L").resize((70, 50)))
     exif[0x0112] = 6  # turned; timm ignores it
@@ -192,12 +183,14 @@ def unusual_images() -> dict[str, tuple[Image.Image, dict[str, Any]]]:
 def test_unusual_images_are_read_as_by_pillow(tmp_path: Path, name: str) -> None:
     """Evaluation pixels equal those of timm, which resizes after convert("RGB")."""
     picture, options = unusual_images()[name]
-    catalog = build_catalog(str(write_images(tmp_path, {f"val/a/{name}": picture}, **options)), "val", None)
+    catalog = build_catalog(
+        str(coded.write_images(tmp_path, {f"val/a/{name}": picture}, **options)), "val", None
+    )
     with Image.open(catalog.location(0)) as image:
         size = (image.height, image.width)
     assert read_image(catalog, 0)[1] == size
     assert name != "turned.jpg" or size == (50, 70)
-    (pixels,) = unnormalised(evaluated_images(catalog, Data(batch_size=1)))
+    (pixels,) = coded.unnormalised(coded.evaluated_images(catalog, Data(batch_size=1)))
     theirs, _ = timm_pixels(catalog.location(0), SIDE)
     assert np.abs(pixels - theirs).mean() < 1.5
 
@@ -215,7 +208,7 @@ def deep_images() -> dict[str, bytes]:
         "integers.tif": RAMP.astype(np.int32),
         "floats.tif": (RAMP / 65535).astype(np.float32),
     }.items():
-        files[name] = encoded(Image.fromarray(pixels), name[-3:].replace("tif", "tiff"))
+        files[name] = coded.encoded(Image.fromarray(pixels), name[-3:].replace("tif", "tiff"))
     pairs = (RAMP >> 4).reshape(-1, 2).astype(np.uint32)
     packed = (pairs[:, :1] << 12 | pairs[:, 1:]).astype(">u4").view(np.uint8).reshape(-1, 4)[:, 1:]
     sixteen = bytearray(files["sixteen.tif"])
@@ -236,14 +229,14 @@ def test_gray_images_of_more_than_8_bits_are_scaled_or_refused(tmp_path, name, d
     file.write_bytes(deep_images()[name])
     settings = Data(batch_size=1, image_decoder=decoder, bad_samples="skip")
     catalog = build_catalog(str(tmp_path), "val", None)
-    loader = eval_loader(catalog, settings, image_size=50)
+    loader = coded.eval_loader(catalog, settings, image_size=50)
     (batch,) = loader
     loader.close()
     if name in ("integers.tif", "floats.tif"):
         (message,) = loader.bad_samples.new_messages()
         assert "convert the image to 8 or 16 bits" in message
         return
-    pixels = unnormalised(batch.images)[0]
+    pixels = coded.unnormalised(batch.images)[0]
     levels = RAMP / 65535 if name != "twelve.tif" else (RAMP >> 4) / 4095
     expected = np.rint(255 * levels)
     assert np.abs(pixels - expected[:, 10:60]).max() < 1e-3
@@ -253,14 +246,14 @@ def test_gray_images_of_more_than_8_bits_are_scaled_or_refused(tmp_path, name, d
 @pytest.mark.parametrize("decoder", ["dali", "pillow"])
 def test_an_image_of_too_many_pixels_after_resizing_is_left_out(tmp_path: Path, decoder: DecoderName) -> None:
     """With 40 rows this line has 105 million pixels; in a large evaluation it would need 15 GB."""
-    images = {"val/a/line.png": Image.new("L", (65_500, 1)), "val/a/plain.png": smooth(60, 90, seed=1)}
-    catalog = build_catalog(str(write_images(tmp_path, images)), "val", None)
+    images = {"val/a/line.png": Image.new("L", (65_500, 1)), "val/a/plain.png": coded.smooth(60, 90, seed=1)}
+    catalog = build_catalog(str(coded.write_images(tmp_path, images)), "val", None)
     settings = Data(batch_size=2, image_decoder=decoder)
     message = (
         f"{tmp_path}/val/a/line.png has more than 100 million pixels when it is resized to 2620000 x 40; "
         "crop it to use it"
     )
-    loader = eval_loader(catalog, settings, image_size=40)
+    loader = coded.eval_loader(catalog, settings, image_size=40)
     (batch,) = loader
     loader.close()
     assert batch.classes.tolist() == [NO_CLASS, 0]

@@ -72,6 +72,9 @@ def test_a_damaged_checkpoint_is_named_and_one_that_was_being_replaced_is_found(
     assert loop.fit(resumed)
     assert (last / "evaluation.json").exists()
     assert not list(checkpoints.glob(".*"))
+    assert loop.fit(start(resume="auto", epochs=2)[0])
+    fewer, _ = start(resume="auto")  # epochs than are done
+    assert (loop.fit(fewer), fewer.state.step) == (True, 6)
 
 
 def test_links_that_a_killed_run_did_not_update_are_updated(start, monkeypatch) -> None:

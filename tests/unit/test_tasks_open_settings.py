@@ -127,6 +127,7 @@ def test_flags_are_not_changed() -> None:
     derived = derive(config, ranks=1, images=4000)
     assert (derived.peak_lr, derived.min_lr) == (0.01, 0.001)
     assert "epochs" not in config.chosen.split(":")[0]
+    assert chosen("--mixup", "0").objective == chosen().objective
     objective = chosen("--mixup", "0.8").objective
     assert (objective.mix_token, objective.token_label) == (False, False)
     split = chosen("--global-batch", "96", ranks=2, images=100_000)
@@ -138,16 +139,18 @@ def test_flags_are_not_changed() -> None:
 def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "flowers"
     run.mkdir(parents=True)
-    (run / "resolved.toml").write_text(dump(chosen("--global-batch", "96", ranks=2, images=1000)))
+    flags = ("--global-batch", "96", "--stop-at-step", "100")
+    (run / "resolved.toml").write_text(dump(chosen(*flags, ranks=2, images=1000)))
     output = ("--output", str(run.parent))
     assert parse(["flowers", *output]).config.chooses_model  # a new run
+    assert parse(["flowers", *output, "--resume", "auto"]).config.chooses_model  # it has saved nothing
     checkpoints = run / "checkpoints"
     (checkpoints / "step_00000100").mkdir(parents=True)
     (checkpoints / "last").symlink_to("step_00000100")
     for resume in ("auto", str(run), str(checkpoints / "step_00000100"), str(checkpoints / "last")):
         config = parse(["flowers", *output, "--resume", resume]).config
         assert not config.chooses_model
-        assert (config.model.model, config.update.epochs) == ("volo_demo", 60)
+        assert (config.model.model, config.update.epochs, config.run.stop_at_step) == ("volo_demo", 60, 0)
         assert config_warnings(config) == []  # nothing in these settings was stated by the user
 
 

@@ -44,7 +44,7 @@ def save_checkpoint(context: TrainContext) -> None:
     if context.checkpoints.step == context.state.step:
         return
     if context.progress.futile_returns:
-        if context.state.step == context.derived.total_steps:
+        if context.state.step >= context.derived.total_steps:
             raise divergence(context, context.state.step)
         context.progress.futile_returns += 1  # the next return passes over it: its weights are the last one's
     with context.progress.clock.saving():
@@ -85,7 +85,7 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[files.StateDicts], li
     metadata = run_metadata(config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
     statistics = statistics_of_run(config.data, config.model.model)
-    crop_pct = config.data.crop_pct or spec_of(config.model.model).crop_pct
+    crop_pct = config.data.crop_pct or spec_of(config.model.model).crop_at(config.model.img_size)
     header = header_of(context.data.train.classes, statistics, crop_pct=crop_pct)
 
     def write(tensors: files.StateDicts) -> list[str]:
