@@ -44,7 +44,7 @@ def test_operations_that_cannot_be_counted_are_not_invented() -> None:
     [
         ({"batch_size": 4}, 1_281_167, True),  # days
         ({"epochs": 1}, 128, True),  # a step of a minute
-        ({"fit_head": True, "epochs": 0}, 1_281_167, True),  # to compute features
+        ({"fit_head": True, "epochs": 0, "cooldown_epochs": 0}, 1_281_167, True),  # features
         ({"batch_size": 4}, 40, False),
         ({"batch_size": 4, "stop_at_step": 9}, 1_281_167, False),
     ],
