@@ -5,7 +5,7 @@
     horovod-volo labels verify /path/to/store --data /path/to/imagenet
     horovod-volo labels show /path/to/store /path/to/imagenet n01440764/n01440764_10026 picture.png
 
-Exit status: 0 done; 1 maps are damaged or missing, or another failure; 2 a mistake on the command line,
+Exit status: 0 done; 1 maps are damaged, or another failure; 2 a mistake on the command line,
 explained in one message.
 """
 
