@@ -44,9 +44,9 @@ def prepare_precision(model: nn.Module, precision: str, device: torch.device) ->
     CUDA rounds the inputs of fp32 products and convolutions to TF32 with "tf32" only. By default PyTorch
     does so in convolutions, but not in matrix products.
 
-    On CPUs with AMX, torch 2.13 and 2.14 compute bf16 convolutions of 16 input channels, kernel 4 and stride 4
-    wrongly (tools/amx_convolution shows it). Remove this when every torch that setup.cfg allows computes them
-    correctly.
+    On CPUs with AMX, torch 2.13 and 2.14 compute bf16 convolutions of 16 input channels, kernel 4 and
+    stride 4 wrongly (tools/amx_convolution shows it). Remove this when every torch that setup.cfg allows
+    computes them correctly.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if device.type != "cpu" or _AUTOCAST_DTYPES[precision] is None:
