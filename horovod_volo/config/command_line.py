@@ -163,7 +163,7 @@ def _settings_of_run(flags: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(flags.get("output", Run.output)) / flags["name"] if resume == "auto" else Path(resume)
     of_checkpoint = folder.resolve().parent.parent  # RUN/checkpoints/STEP
     files = (each / "resolved.toml" for each in (folder, of_checkpoint) if resume)
-    saved = (file for file in files if file.is_file() and any(file.parent.glob("checkpoints/step_*")))
+    saved = (file for file in files if file.is_file() and any(file.parent.glob("checkpoints/[!.]*")))
     return next((load_recipe(str(file)) | {"stop_at_step": 0} for file in saved), {})
 
 

@@ -57,8 +57,8 @@ def refuse_many_images(config: Config, task: Task, ranks: int, cores: int) -> No
 def refuse_long_run(config: Config, cost: ModelCost, ranks: int, cores: int, images: int) -> None:
     """Raise UserError if a run is too long for so many cores per rank; one of unknown cost is not."""
     derived = derive(config, ranks=ranks, images=images)
-    step = PASSES * cost.forward_flops * derived.images_per_rank / (_FLOPS_OF_CORE * cores)
-    fit = config.model.fit_head * cost.forward_flops * images / ranks / (_FLOPS_OF_CORE * cores)
+    image = cost.forward_flops / (_FLOPS_OF_CORE * cores)  # seconds, forward
+    step, fit = PASSES * image * derived.images_per_rank, config.model.fit_head * image * images / ranks
     hours = (fit + step * min(derived.total_steps, config.run.stop_at_step or derived.total_steps)) / 3600
     if (derived.total_steps and step > _LONGEST_STEP_SECONDS) or hours > _LONGEST_RUN_HOURS:
         raise UserError(

@@ -175,7 +175,7 @@ def _warnings(context: TrainContext) -> list[str]:
     facts = {ONE_RANK: context.world.size == 1, ON_CPU: device.type == "cpu", RESUMED: context.state.step}
     return [
         *config_warnings(config, [fact for fact, holds in facts.items() if holds]),
-        *context.data.warnings(config),
+        *(context.data.warnings(config) if context.world.is_rank_zero else ()),  # it reads label maps
         *batch_warnings(config, derived, len(context.data.train)),
         *precision_warnings(config.model.precision, device),
     ]

@@ -29,7 +29,7 @@ OVERFLOWS = [Steps(overflow_on=1), Steps(overflow_on=1, compression="fp16"), Ste
 ROUNDING = 1e-8
 FIFTY = {
     (2, "gloo"): [Steps(steps=50), Steps(steps=50, compression="fp16")],
-    (3, "gloo"): [Steps(steps=20, double=True)],  # 1e-13 on a CPU with AMX, and 5e-8 after 50
+    (3, "gloo"): [Steps(steps=50, lr=1e-3, double=True)],
     (3, "mpi"): [
         Steps(steps=50, lr=1e-3, double=True, clip=0.5),
         Steps(steps=50, lr=1e-3, double=True, opt="sgd"),

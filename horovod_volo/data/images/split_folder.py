@@ -92,10 +92,7 @@ def find_split(
     root, part = _find_root(data_dir, split, held_out or HeldOut())
     folders, files, lost = visible(root)
     check_links(root, lost, len(folders) + len(files))
-    found: dict[Format, list[str]] = {
-        form: [name for name in files if pattern.fullmatch(name)] for form, pattern in _SHARD_NAMES.items()
-    }
-    found["folder"] = folders
+    found = _parts(folders, files)
     present = [form for form, parts in found.items() if parts]
     if records and records not in present:
         raise UserError(f"{root} holds no {records} shards. Mend --from, or name another folder.")
@@ -192,7 +189,7 @@ def _held_out_folder(data: Path, chosen: str) -> Path | None:
         check_links(data, [name] if name in lost else [], len(folders) + len(files))
         folder = (data / name).absolute()
         # A folder `test` often holds images without classes.
-        if folder.is_dir() and (chosen or name != "test" or _has_classes_or_shards(folder)):
+        if folder.is_dir() and (chosen or name != "test" or any(_parts(*visible(folder)[:2]).values())):
             return folder
     return None
 
@@ -202,9 +199,10 @@ def _holds_classes(folder: Path) -> bool:
     return sum(any(map(is_image, visible(folder / name)[1])) for name in visible(folder)[0]) > 1
 
 
-def _has_classes_or_shards(folder: Path) -> bool:
-    folders, files, _ = visible(folder)
-    return bool(folders) or any(shard.fullmatch(name) for shard in _SHARD_NAMES.values() for name in files)
+def _parts(folders: list[str], files: list[str]) -> dict[Format, list[str]]:
+    """Return what the split in a folder would consist of, by format."""
+    shards = {form: list(filter(pattern.fullmatch, files)) for form, pattern in _SHARD_NAMES.items()}
+    return {**shards, "folder": folders}
 
 
 def is_image(name: str) -> bool:
